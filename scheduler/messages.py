@@ -1,0 +1,172 @@
+"""The words that the daemon and an engine say to each other.
+
+Owns nothing and runs nowhere: frozen records, encoded as msgpack frames by
+`scheduler.frames`. Both processes import this module, so it must stay free of mlx.
+Decoding fails with `msgspec.ValidationError` when the two ends are of different versions.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class StepKind(enum.StrEnum):
+    """What one turn of the step loop did."""
+
+    PREFILL = "prefill"
+    SERIAL = "serial"
+    SPECULATIVE = "speculative"
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is drawn. The noise at a position is a function of `seed` alone.
+
+    `temperature` 0 is argmax. `top_p` 1, `top_k` 0 and `min_p` 0 switch a filter off.
+    Penalties count generated tokens only. `logit_bias` maps token ids to an addend.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """A request as a replayable prefix: `prompt` + `produced`, and how to go on.
+
+    `max_tokens` counts all generated tokens, `produced` included. `logprobs` is the number
+    of alternatives wanted beside each chosen token (0 = the chosen one only), None = none.
+    """
+
+    request_id: int
+    prompt: list[int]
+    produced: list[int]
+    sampling: Sampling
+    max_tokens: int
+    stop_tokens: list[int]
+    logprobs: int | None = None
+
+
+class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
+    """The first frame to an engine: what to load and the room it has.
+
+    `checkpoint` is a folder. `precision` is auto, float32, bfloat16, float16, 8-bit or 4-bit.
+    `prefill_milliseconds` is the time budget of one prefill chunk while rows are decoding.
+    """
+
+    protocol: int = PROTOCOL_VERSION
+    checkpoint: str
+    precision: str = "auto"
+    maximum_rows: int = 8
+    prefill_milliseconds: float = 100.0
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Forget a request. An id that the engine does not know is not an error."""
+
+    request_id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Stop after the step in flight and exit with code 0."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities under the target's unmodified distribution."""
+
+    logprob: float
+    top_tokens: list[int]
+    top_logprobs: list[float]
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """What one step produced for one request. A stop token is included in `tokens`."""
+
+    request_id: int
+    tokens: list[int]
+    finish: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class Memory(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes, as the engine's allocator counts them."""
+
+    active: int
+    cache: int
+    peak: int
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """The engine is alive and has got this far: `stage` is load, compile or warm."""
+
+    stage: str
+    protocol: int = PROTOCOL_VERSION
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine can take requests. Sizes in bytes, lengths in tokens."""
+
+    protocol: int = PROTOCOL_VERSION
+    backend: str
+    device: str
+    precision: str
+    blas: str
+    vocabulary_size: int
+    context_length: int
+    maximum_rows: int
+    kv_bytes_per_token: int
+    weight_bytes: int
+    load_seconds: float
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """The record of one step. `tokens` counts input tokens; `started` lists the requests
+    whose prefill began with it."""
+
+    kind: StepKind
+    seconds: float
+    rows: int
+    tokens: int
+    outputs: list[Output] = []
+    started: list[int] = []
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    """Sent once a second. `pending` requests with an unchanging `steps` mean a wedge."""
+
+    steps: int
+    pending: int
+    memory: Memory
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """One request cannot be served by this engine; the others go on."""
+
+    request_id: int
+    message: str
+
+
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """The engine is about to exit. `restartable` is false for what a restart cannot mend."""
+
+    message: str
+    restartable: bool
+
+
+ToEngine = Configure | Submit | Cancel | Shutdown
+FromEngine = Loading | Ready | Step | Heartbeat | Rejected | Fault
