@@ -1,0 +1,168 @@
+"""The engine's step loop: take messages, choose the next step, run it, send tokens.
+
+Owns the prefill queue and the lanes; runs on the process's main thread, which is the only one
+that touches MLX. An exception that one request causes is answered with `Rejected` and the
+others go on; anything else ends the engine, and the daemon replays its requests elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+
+from models.backend import memory_counters
+from models.sampling import RowSampling
+from models.target import Target
+from scheduler.engine_link import EngineLink
+from scheduler.messages import (
+    Cancel,
+    Configure,
+    Heartbeat,
+    Memory,
+    Rejected,
+    Shutdown,
+    Step,
+    StepKind,
+    Submit,
+)
+from scheduler.prefill import PrefillQueue, Prompt
+from scheduler.serial_lane import Row, SerialLane
+from scheduler.step_policy import Decision, StepPolicy, Turn
+
+
+class StepLoop:
+    """Runs until a `Shutdown` arrives."""
+
+    def __init__(self, target: Target, link: EngineLink, policy: StepPolicy) -> None:
+        self._target = target
+        self._link = link
+        self._policy = policy
+        self._prefill = PrefillQueue(target)
+        self._serial = SerialLane(target)
+        self._steps = 0
+        self._memory = Memory(*memory_counters())
+        self._last_step_end = time.perf_counter()
+        self._stopping = False
+
+    def heartbeat(self) -> Heartbeat:
+        """A snapshot; called from the heartbeat thread, so it only reads plain attributes."""
+        pending = len(self._prefill) + len(self._serial)
+        return Heartbeat(steps=self._steps, pending=pending, memory=self._memory)
+
+    def run(self) -> None:
+        """Step until told to stop; the step in flight is finished."""
+        while not self._stopping:
+            self._take_messages()
+            self._step()
+        self._serial.collect()
+
+    def _take_messages(self) -> None:
+        idle = not self._prefill and not self._serial.busy
+        if idle:
+            # An engine with nothing to do blocks here and costs no processor time.
+            message = self._link.receive(wait=True)
+            self._last_step_end = time.perf_counter()
+        else:
+            message = self._link.receive(wait=False)
+        while message is not None:
+            self._handle(message)
+            message = self._link.receive(wait=False)
+
+    def _handle(self, message: Configure | Submit | Cancel | Shutdown) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel(request_id):
+                if self._prefill.remove(request_id) is None:
+                    self._serial.cancel(request_id)
+            case Shutdown() | Configure():
+                self._stopping = True
+
+    def _submit(self, submit: Submit) -> None:
+        limit = self._target.facts.context_length
+        room = limit - len(submit.prompt)
+        if not submit.prompt or submit.max_tokens > room or min(submit.prompt) < 0:
+            refusal = f"a prompt of {len(submit.prompt)} tokens with max_tokens "
+            refusal += f"{submit.max_tokens} does not fit the context of {limit} tokens"
+            self._link.send(Rejected(submit.request_id, refusal))
+        elif max(submit.prompt) >= self._target.vocabulary_size:
+            refusal = f"prompt token {max(submit.prompt)} is outside the vocabulary of "
+            refusal += f"{self._target.vocabulary_size} tokens"
+            self._link.send(Rejected(submit.request_id, refusal))
+        elif (prompt := self._prefill.add(submit)).tokens_left == 0:
+            self._join(prompt)
+
+    def _join(self, prompt: Prompt) -> None:
+        submit = prompt.submit
+        self._prefill.remove(submit.request_id)
+        row = Row(
+            request_id=submit.request_id,
+            sampling=RowSampling(submit.sampling, self._target.vocabulary_size, submit.produced),
+            position=len(prompt.tokens),
+            produced=len(submit.produced),
+            launched=len(submit.produced),
+            maximum=submit.max_tokens,
+            stop_tokens=frozenset(submit.stop_tokens),
+            logprobs=submit.logprobs,
+        )
+        self._serial.join(row, prompt.batch, prompt.tokens[-1])
+
+    def _step(self) -> None:
+        decision = self._policy.decide(self._prefill.waiting(), len(self._serial))
+        match decision.turn:
+            case Turn.DECODE:
+                self._decode()
+            case Turn.PREFILL:
+                self._read_prompt(decision)
+            case Turn.IDLE if self._serial.busy:
+                self._finish_flights()
+
+    def _decode(self) -> None:
+        rows = self._serial.launch()
+        outputs = self._serial.collect(keep=1)
+        self._report(
+            Step(kind=StepKind.SERIAL, seconds=self._lap(), rows=rows, tokens=rows, outputs=outputs)
+        )
+
+    def _finish_flights(self) -> None:
+        outputs = self._serial.collect()
+        self._report(
+            Step(kind=StepKind.SERIAL, seconds=self._lap(), rows=0, tokens=0, outputs=outputs)
+        )
+
+    def _read_prompt(self, decision: Decision) -> None:
+        if self._serial.busy:
+            # Tokens that are ready must not wait for the chunk.
+            self._finish_flights()
+        request_id = decision.request_id
+        try:
+            prompt = self._prefill.read(request_id, decision.tokens)
+        except (ValueError, TypeError) as error:
+            self._prefill.remove(request_id)
+            self._link.send(Rejected(request_id, f"the prompt cannot be read: {error}"))
+            return
+        seconds = self._lap()
+        self._policy.pace.observe(decision.tokens, seconds)
+        first = prompt.read == decision.tokens
+        if prompt.tokens_left == 0:
+            self._join(prompt)
+        self._report(
+            Step(
+                kind=StepKind.PREFILL,
+                seconds=seconds,
+                rows=1,
+                tokens=decision.tokens,
+                started=[request_id] if first else [],
+            )
+        )
+
+    def _lap(self) -> float:
+        """Seconds since the last step ended: steps overlap, laps do not."""
+        now = time.perf_counter()
+        seconds = now - self._last_step_end
+        self._last_step_end = now
+        return seconds
+
+    def _report(self, step: Step) -> None:
+        self._steps += 1
+        self._memory = Memory(*memory_counters())
+        self._link.send(step)

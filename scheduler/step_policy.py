@@ -1,0 +1,99 @@
+"""Which step the engine takes next, and how many prompt tokens a prefill chunk reads.
+
+Pure: given what waits and what was measured, it returns a decision. It runs on the engine's
+MLX thread and cannot fail. Two promises are kept here. Decode is never starved: while rows
+decode, every prefill chunk is followed by a decode step, and the chunk is cut to a time
+budget. A short prompt never waits behind a long one: the prompt with the fewest tokens left
+goes first, yet every `OLDEST_EVERY`-th chunk goes to the oldest, so the long one gets on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+CHUNK_QUANTUM = 16
+"""Chunks are multiples of this many tokens, so that few shapes occur."""
+
+MAXIMUM_CHUNK = 2048
+OLDEST_EVERY = 4
+LONE_BUDGET_FACTOR = 4.0
+"""How much longer a chunk may take while no row is decoding: it then delays only arrivals."""
+
+PACE_MEMORY = 0.7
+"""Weight of the past in the running estimate of prefill speed."""
+
+
+class Turn(enum.Enum):
+    """What a step does."""
+
+    IDLE = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+
+
+@dataclass(frozen=True)
+class WaitingPrompt:
+    """A prompt being read: how many tokens are left. Listed in order of arrival."""
+
+    request_id: int
+    tokens_left: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The next step. `request_id` and `tokens` are set for a prefill only."""
+
+    turn: Turn
+    request_id: int = -1
+    tokens: int = 0
+
+
+@dataclass
+class PrefillPace:
+    """Running estimate of prefill speed, in tokens per second. Starts cautious."""
+
+    tokens_per_second: float = 250.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from one finished chunk. Tiny chunks say little about speed: skipped."""
+        if tokens < CHUNK_QUANTUM or seconds <= 0.0:
+            return
+        measured = tokens / seconds
+        self.tokens_per_second += (1.0 - PACE_MEMORY) * (measured - self.tokens_per_second)
+
+    def chunk(self, seconds: float) -> int:
+        """Tokens that fit in `seconds`, between one quantum and `MAXIMUM_CHUNK`."""
+        tokens = int(self.tokens_per_second * seconds) // CHUNK_QUANTUM * CHUNK_QUANTUM
+        return max(CHUNK_QUANTUM, min(MAXIMUM_CHUNK, tokens))
+
+
+@dataclass
+class StepPolicy:
+    """Alternates decode with budgeted prefill chunks.
+
+    `prefill_seconds` is the budget of a chunk while rows are decoding.
+    """
+
+    prefill_seconds: float
+    pace: PrefillPace = field(default_factory=PrefillPace)
+    _prefilled_last: bool = False
+    _chunks: int = 0
+
+    def decide(self, prompts: Sequence[WaitingPrompt], decoding_rows: int) -> Decision:
+        """The next step for the prompts that wait (by arrival) and the rows that decode."""
+        if decoding_rows and (self._prefilled_last or not prompts):
+            self._prefilled_last = False
+            return Decision(Turn.DECODE)
+        if not prompts:
+            return Decision(Turn.IDLE)
+        self._prefilled_last = True
+        self._chunks += 1
+        if self._chunks % OLDEST_EVERY == 0:
+            prompt = prompts[0]
+        else:
+            prompt = min(prompts, key=lambda waiting: waiting.tokens_left)
+        budget = self.prefill_seconds * (1.0 if decoding_rows else LONE_BUDGET_FACTOR)
+        tokens = min(prompt.tokens_left, self.pace.chunk(budget))
+        return Decision(Turn.PREFILL, prompt.request_id, tokens)

@@ -1,0 +1,89 @@
+"""The step policy: decode keeps its share, short prompts pass, long ones get on."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.step_policy import (
+    CHUNK_QUANTUM,
+    MAXIMUM_CHUNK,
+    OLDEST_EVERY,
+    PrefillPace,
+    StepPolicy,
+    Turn,
+    WaitingPrompt,
+)
+
+
+def policy(tokens_per_second: float = 1000.0) -> StepPolicy:
+    return StepPolicy(0.1, PrefillPace(tokens_per_second))
+
+
+def test_nothing_to_do_is_idle() -> None:
+    assert policy().decide([], 0).turn is Turn.IDLE
+
+
+def test_rows_alone_decode() -> None:
+    assert policy().decide([], 3).turn is Turn.DECODE
+
+
+def test_a_chunk_beside_decoding_rows_keeps_to_the_budget() -> None:
+    decision = policy(1000.0).decide([WaitingPrompt(7, 1500)], 1)
+    assert (decision.turn, decision.request_id, decision.tokens) == (Turn.PREFILL, 7, 96)
+
+
+def test_a_lone_prompt_is_read_in_larger_chunks() -> None:
+    assert policy(1000.0).decide([WaitingPrompt(7, 1500)], 0).tokens == 400
+
+
+def test_the_last_chunk_is_what_is_left() -> None:
+    assert policy().decide([WaitingPrompt(7, 5)], 0).tokens == 5
+
+
+def test_a_short_prompt_goes_before_a_long_one() -> None:
+    decision = policy().decide([WaitingPrompt(1, 1500), WaitingPrompt(2, 19)], 0)
+    assert (decision.request_id, decision.tokens) == (2, 19)
+
+
+@given(
+    left=st.lists(st.integers(1, 5000), min_size=1, max_size=8),
+    rows=st.integers(0, 8),
+    speed=st.floats(1.0, 1e6),
+)
+def test_every_prompt_is_read_and_decode_is_never_skipped_twice(
+    left: list[int], rows: int, speed: float
+) -> None:
+    subject = policy(speed)
+    remaining = dict(enumerate(left))
+    last = Turn.DECODE
+    turns_of_oldest = 0
+    while remaining:
+        waiting = [WaitingPrompt(key, tokens) for key, tokens in remaining.items()]
+        decision = subject.decide(waiting, rows)
+        if rows:
+            assert not (last is Turn.PREFILL and decision.turn is Turn.PREFILL)
+        last = decision.turn
+        if decision.turn is not Turn.PREFILL:
+            assert decision.turn is Turn.DECODE
+            continue
+        assert 0 < decision.tokens <= min(remaining[decision.request_id], MAXIMUM_CHUNK)
+        turns_of_oldest = 0 if decision.request_id == waiting[0].request_id else turns_of_oldest + 1
+        assert turns_of_oldest < OLDEST_EVERY
+        remaining[decision.request_id] -= decision.tokens
+        if not remaining[decision.request_id]:
+            del remaining[decision.request_id]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-4, 10.0)), max_size=30))
+def test_chunks_stay_between_the_quantum_and_the_maximum(chunks: list[tuple[int, float]]) -> None:
+    pace = PrefillPace()
+    for tokens, seconds in chunks:
+        pace.observe(tokens, seconds)
+        assert CHUNK_QUANTUM <= pace.chunk(0.1) <= MAXIMUM_CHUNK
+        assert pace.chunk(0.1) % CHUNK_QUANTUM == 0
+
+
+def test_the_pace_follows_what_is_measured() -> None:
+    pace = PrefillPace(100.0)
+    for _ in range(40):
+        pace.observe(512, 0.5)
+    assert abs(pace.tokens_per_second - 1024.0) < 1.0
