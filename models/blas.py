@@ -161,12 +161,13 @@ def _prefixed_symbols(library: Path) -> list[str]:
     try:
         from elftools.common.exceptions import ELFError
         from elftools.elf.elffile import ELFFile
+        from elftools.elf.sections import SymbolTableSection
     except ImportError as error:
         raise BlasError("the package pyelftools is not installed") from error
     try:
         with library.open("rb") as file:
             section = ELFFile(file).get_section_by_name(".dynsym")
-            if section is None:
+            if not isinstance(section, SymbolTableSection):
                 raise BlasError(f"{library} has no dynamic symbols")
             return [s.name for s in section.iter_symbols() if s.name.startswith(PREFIX)]
     except ELFError as error:

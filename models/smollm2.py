@@ -179,8 +179,8 @@ def _load(gguf: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     import mlx.core as mx
 
     mx.set_default_device(mx.cpu)  # the conversion must also run where the GPU is busy
-    weights, metadata = mx.load(str(gguf), return_metadata=True)
-    return weights, metadata
+    loaded: Any = mx.load(str(gguf), return_metadata=True)
+    return loaded[0], loaded[1]
 
 
 def _serialized(weights: dict[str, Any], metadata: dict[str, Any]) -> bytes:
