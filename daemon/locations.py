@@ -34,7 +34,9 @@ __all__ = [
     "pull_lock",
 ]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+# No part ends in "-" and no name holds "--": so "org--repo" can be read back as "org/repo".
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9._])?"
+_NAME = re.compile(f"{_PART}(?:/{_PART})?")
 
 
 def is_checkpoint_name(name: str) -> bool:
