@@ -1,0 +1,121 @@
+"""Calibration of a drafter's confidences by sequential temperature scaling.
+
+Owns the record that is stored beside a drafter as `calibration.json`. Pure NumPy, free of mlx;
+any thread. One temperature per draft position is fitted in order: with the earlier ones fixed,
+T_k is the value of a fixed grid that makes the product of the calibrated confidences up to k
+agree best with "the first k drafts were accepted". Order among confidences is preserved.
+
+The grid (97 values, log-spaced from 0.2 to 5, with 1 among them), the 20 equal-width bins of
+the error, and ties going to the temperature nearest 1 are our choices: the method leaves them
+open. Raises `CalibrationError` for a record that cannot be read or does not fit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FILE_NAME = "calibration.json"
+BINS = 20
+GRID: tuple[float, ...] = tuple(
+    np.round(np.exp(np.linspace(np.log(0.2), np.log(5.0), 97)), 6).tolist()
+)
+
+_Floats = NDArray[np.float64]
+
+
+class CalibrationError(Exception):
+    """A stored calibration is unreadable, or belongs to a drafter of another block size."""
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """Temperatures by draft position and what they were fitted on.
+
+    `rounds` counts the verified rounds; the errors are expected calibration errors of the
+    probability that the first k drafts are accepted, before and after.
+    """
+
+    temperatures: list[float]
+    rounds: int
+    error_before: list[float]
+    error_after: list[float]
+
+    def survival(self, logits: ArrayLike) -> _Floats:
+        """Chance that the first k drafts are accepted, from raw logits […, c]: […, c]."""
+        z = np.asarray(logits, dtype=np.float64)
+        temperatures = np.asarray(self.temperatures[: z.shape[-1]])
+        survival: _Floats = np.cumprod(_sigmoid(z / temperatures), axis=-1)
+        return survival
+
+    def save(self, folder: Path) -> None:
+        """Store the record beside the drafter in `folder`, replacing an older one whole."""
+        temporary = folder / f".{FILE_NAME}.{os.getpid()}"
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
+        temporary.replace(folder / FILE_NAME)
+
+    @classmethod
+    def load(cls, folder: Path, block_size: int) -> Calibration | None:
+        """The record beside the drafter in `folder`, or None where there is none."""
+        path = folder / FILE_NAME
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            raise CalibrationError(f"{path}: {error}. Calibrate the drafter again") from error
+        temperatures = record.temperatures
+        if len(temperatures) != block_size or any(not value > 0 for value in temperatures):
+            raise CalibrationError(
+                f"{path}: temperatures {temperatures} are not {block_size} positive numbers, one "
+                "for each draft position. Calibrate the drafter again"
+            )
+        return record
+
+
+def fit(logits: ArrayLike, accepted: Sequence[int], grid: Sequence[float] = GRID) -> Calibration:
+    """Fit temperatures on rounds whose whole block was verified.
+
+    `logits` [N, block] are raw confidence logits, `accepted` [N] the drafts accepted. Leave out
+    rounds that a stop token or the budget ended: they say nothing of the later positions.
+    """
+    z = np.asarray(logits, dtype=np.float64)
+    lengths = np.asarray(accepted)
+    if z.ndim != 2 or len(z) == 0 or lengths.shape != (len(z),):
+        raise ValueError(f"logits of shape {z.shape} do not go with {lengths.shape} lengths")
+    # Tried from 1 outward, so that the first of equals is the one that changes least.
+    candidates = sorted(grid, key=lambda value: abs(np.log(value)))
+    calibrated, raw = np.ones(len(z)), np.ones(len(z))
+    temperatures: list[float] = []
+    before: list[float] = []
+    after: list[float] = []
+    for position in range(z.shape[1]):
+        outcome = (lengths > position).astype(np.float64)
+        raw = raw * _sigmoid(z[:, position])
+        before.append(expected_calibration_error(raw, outcome))
+        trials = [calibrated * _sigmoid(z[:, position] / value) for value in candidates]
+        errors = [expected_calibration_error(trial, outcome) for trial in trials]
+        best = int(np.argmin(errors))
+        temperatures.append(float(candidates[best]))
+        calibrated = trials[best]
+        after.append(errors[best])
+    return Calibration(
+        temperatures=temperatures, rounds=len(z), error_before=before, error_after=after
+    )
+
+
+def expected_calibration_error(predicted: _Floats, outcome: _Floats, bins: int = BINS) -> float:
+    """Mean distance of prediction and frequency over equal-width bins, weighted by count."""
+    clipped = np.clip(predicted, 1e-8, 1 - 1e-8)
+    index = np.minimum((clipped * bins).astype(np.int64), bins - 1)
+    gaps = np.bincount(index, weights=clipped - outcome, minlength=bins)
+    return float(np.abs(gaps).sum() / len(clipped))
+
+
+def _sigmoid(value: _Floats) -> _Floats:
+    result: _Floats = 1.0 / (1.0 + np.exp(-value))
+    return result
