@@ -1,0 +1,107 @@
+"""The cache of a full-attention layer: every token of every row is kept.
+
+Implements mlx-lm's cache protocol for rows of different lengths; used on the engine's MLX
+thread. With one row it does what mlx-lm's `KVCache` does, bit for bit. `update_and_fetch`
+writes behind each row's committed length and commits nothing: a forward may be repeated or
+forgotten.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models.cache import create_attention_mask
+
+from models.row_buffer import RowBuffer, slot_capacity
+from models.row_positions import RowPositions
+
+
+class FullCache:
+    """Keys and values of one layer. `offset` is an int for one row and int32 [R] for more."""
+
+    def __init__(self, positions: RowPositions) -> None:
+        self._positions = positions
+        self._keys = RowBuffer()
+        self._values = RowBuffer()
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Positions of the next tokens."""
+        return self._positions.offset
+
+    def make_mask(
+        self, width: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """What the next `width` queries of each row may see: None, "causal" or bool arrays
+        of [R, 1, W, S]."""
+        positions = self._positions
+        if window_size is not None and positions.longest + width <= window_size:
+            window_size = None
+        if len(positions.lengths) == 1:
+            mask: mx.array | str | None = create_attention_mask(
+                width, positions.lengths[0], return_array, window_size
+            )
+            return mask
+
+        def build() -> mx.array:
+            keys = mx.arange(positions.longest + width, dtype=mx.int32)
+            queries = positions.queries(width)[:, None, :, None]
+            visible = keys <= queries
+            return visible if window_size is None else visible & (keys > queries - window_size)
+
+        return positions.once(("full mask", width, window_size), build)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write [R, H, W, D] behind each row; returns all keys and values, [R, H, S, D] with
+        S the longest row and W together."""
+        positions = self._positions
+        rows, _, width, _ = keys.shape
+        positions.begin(rows, width)
+        end = positions.longest + width
+        return (
+            self._update(self._keys, keys, rows, width, end),
+            self._update(self._values, values, rows, width, end),
+        )
+
+    def _update(
+        self, buffer: RowBuffer, new: mx.array, rows: int, width: int, end: int
+    ) -> mx.array:
+        array = buffer.reserve(rows, slot_capacity(end), new)
+        if rows == 1:
+            buffer.write(new, end - width)
+        else:
+            buffer.scatter(new, self._positions.slots(width, array.shape[0]))
+        assert buffer.array is not None
+        return buffer.array[:rows, :, :end]
+
+    def commit(self, counts: list[int]) -> None:
+        """Called before the lengths grow by `counts`: nothing is to be done here."""
+
+    def append(self, other: FullCache, longest: int) -> None:
+        """Take over the rows of `other`; `longest` is the longest row of both."""
+        rows, count = len(self._positions.lengths), len(other._positions.lengths)
+        slots = slot_capacity(longest)
+        self._keys.append(rows, other._keys, count, slots)
+        self._values.append(rows, other._values, count, slots)
+
+    def keep(self, rows: list[int], longest: int) -> None:
+        """Keep `rows` in that order, the longest of them `longest` tokens."""
+        for buffer in (self._keys, self._values):
+            buffer.keep(rows, slot_capacity(longest))
+
+    def state(self) -> list[mx.array]:
+        """The arrays to evaluate."""
+        return [b.array for b in (self._keys, self._values) if b.array is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allotted now."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def bytes_for(self, rows: int, length: int) -> int:
+        """Bytes that `rows` rows take, the longest of them `length` tokens."""
+        slots = slot_capacity(length)
+        return self._keys.bytes_for(rows, slots) + self._values.bytes_for(rows, slots)
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token costs a row, whatever came before."""
+        return self._keys.bytes_for(1, 1) + self._values.bytes_for(1, 1)

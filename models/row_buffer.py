@@ -1,0 +1,130 @@
+"""Storage for the keys, or the values, of all rows in one layer.
+
+Owns one array [row_capacity, heads, slot_capacity, dim]; rows 0..R-1 are live. Used on the
+engine's MLX thread. Every operation only builds a graph and replaces the array by the result,
+so that MLX can write in place: nothing here evaluates. What a row that left wrote never stays
+within reach of the row that follows it, because a value that is not finite would spread
+through a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+STEP = 256
+
+
+def row_capacity(rows: int) -> int:
+    """Rows that are allotted for `rows`: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    power = 1
+    while power < rows:
+        if rows <= power + power // 2:
+            return power + power // 2
+        power *= 2
+    return power
+
+
+def slot_capacity(slots: int) -> int:
+    """Slots that are allotted for `slots`: steps of 256, from 2048 on of an eighth.
+
+    It depends on nothing else, so that a memory plan can foretell it.
+    """
+    step = max(STEP, (1 << max(slots - 1, 0).bit_length()) // 16)
+    return -(-slots // step) * step
+
+
+class RowBuffer:
+    """One array of keys or values; `array` is None until the first write."""
+
+    def __init__(self) -> None:
+        self.array: mx.array | None = None
+        self.heads = 0
+        self.dim = 0
+        self.dtype: mx.Dtype | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allotted now."""
+        return 0 if self.array is None else self.array.nbytes
+
+    def bytes_for(self, rows: int, slots: int) -> int:
+        """Bytes of `rows` rows with room for exactly `slots` each."""
+        if self.dtype is None:
+            raise RuntimeError("the shape of a cache is unknown before the first forward")
+        return row_capacity(rows) * self.heads * slots * self.dim * self.dtype.size
+
+    def reserve(self, rows: int, slots: int, like: mx.array) -> mx.array:
+        """Make room for `rows` rows of exactly `slots` slots, shaped as `like` [*, H, *, D]."""
+        if self.array is None:
+            _, self.heads, _, self.dim = like.shape
+            self.dtype = like.dtype
+            shape = (row_capacity(rows), self.heads, slots, self.dim)
+            self.array = mx.zeros(shape, self.dtype)
+            return self.array
+        held_rows, _, held_slots, _ = self.array.shape
+        more_rows = row_capacity(rows) - held_rows if rows > held_rows else 0
+        more_slots = max(slots - held_slots, 0)
+        if more_rows or more_slots:
+            self.array = mx.pad(self.array, [(0, more_rows), (0, 0), (0, more_slots), (0, 0)])
+        return self.array
+
+    def write(self, values: mx.array, start: int) -> None:
+        """Write [1, H, W, D] into row 0 from slot `start` on."""
+        assert self.array is not None
+        self.array[:1, :, start : start + values.shape[2]] = values
+
+    def scatter(self, values: mx.array, slots: mx.array) -> None:
+        """Write [R, H, W, D] at each row's own slots, int [row_capacity, 1, W, 1].
+
+        What `slots` says of rows without values does not matter as long as it is in range.
+        """
+        assert self.array is not None
+        spare = self.array.shape[0] - values.shape[0]
+        if spare:
+            # Writing all rows keeps the update in place; a slice of the rows would be a copy.
+            values = mx.pad(values, [(0, spare), (0, 0), (0, 0), (0, 0)])
+        self.array = mx.put_along_axis(self.array, slots, values, axis=2)
+
+    def append(self, rows: int, other: RowBuffer, count: int, slots: int) -> None:
+        """Put `other`'s first `count` rows behind the first `rows`, `slots` slots of each."""
+        if other.array is None and self.array is None:
+            return
+        if rows == 0 and other.array is not None:
+            self.array = other.array
+            self.heads, self.dim, self.dtype = other.heads, other.dim, other.dtype
+            return
+        like = other.array if other.array is not None else self.array
+        assert like is not None
+        array = self.reserve(rows + count, slots, like)
+        held = array.shape[2]
+        if other.array is None:
+            piece = mx.zeros((count, self.heads, held, self.dim), array.dtype)
+        else:
+            piece = other.array[:count, :, :held]
+            piece = mx.pad(piece, [(0, 0), (0, 0), (0, held - piece.shape[2]), (0, 0)])
+        array[rows : rows + count] = piece
+
+    def keep(self, rows: Sequence[int], slots: int) -> None:
+        """Keep `rows` in that order, at most one of them moved, with room for `slots` each.
+
+        Room is given back when less than half of it is needed.
+        """
+        if self.array is None:
+            return
+        if not rows:
+            self.array = None
+            return
+        held_rows, _, held_slots, _ = self.array.shape
+        wanted_rows = row_capacity(len(rows))
+        if wanted_rows * 2 <= held_rows or slots * 2 <= held_slots:
+            # Taking copies; a slice would keep the whole buffer alive.
+            spare = [rows[0]] * (wanted_rows - len(rows))
+            index = mx.array([*rows, *spare], dtype=mx.int32)
+            self.array = mx.take(self.array[:, :, : min(slots, held_slots)], index, axis=0)
+            return
+        for place, row in enumerate(rows):
+            if place != row:
+                moved = mx.take(self.array, mx.array([row], dtype=mx.int32), axis=0)
+                self.array[place : place + 1] = moved
