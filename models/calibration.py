@@ -48,8 +48,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     def survival(self, logits: ArrayLike) -> _Floats:
         """Chance that the first k drafts are accepted, from raw logits […, c]: […, c]."""
         z = np.asarray(logits, dtype=np.float64)
-        temperatures = np.asarray(self.temperatures[: z.shape[-1]])
-        survival: _Floats = np.cumprod(_sigmoid(z / temperatures), axis=-1)
+        temperatures = np.asarray(self.temperatures[: z.shape[-1]], dtype=np.float64)
+        survival: _Floats = np.cumprod(_sigmoid(z / temperatures), axis=-1, dtype=np.float64)
         return survival
 
     def save(self, folder: Path) -> None:

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import msgspec
-from mlx.utils import tree_map
-from mlx_lm.utils import load_model
 
+from models.checkpoint import CheckpointError
 from models.dspark.configuration import DrafterError, TargetShape
 from models.dspark.decode import ReferenceDecoder, Round, Transcript
 from models.dspark.loader import load_drafter
+from models.target import Target
 
 CONFIDENCE_TOLERANCE = 1e-3
 
@@ -125,23 +124,13 @@ def measure_acceptance(rounds: Sequence[Mapping[str, Any]], block_size: int) -> 
     )
 
 
-def load_target(folder: Path, *, keep_precision: bool = False) -> nn.Module:
-    """The text model in `folder`, in float32 unless `keep_precision`."""
-    config = json.loads((folder / "config.json").read_text())
-    text = config.get("text_config") or config
-    model, _ = load_model(folder, model_config={"vocab_size": text["vocab_size"]})
-    if not keep_precision:
-        model.update(tree_map(_widened, model.parameters()))
-        mx.eval(model.parameters())
-    return model
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     options = _parse(arguments)
     try:
         trace = json.loads(options.trace.read_text())
-        target = load_target(options.target, keep_precision=options.acceptance_only)
+        precision = "auto" if options.acceptance_only else "float32"
+        target = Target.load(options.target, precision).model
         drafter = load_drafter(
             options.drafter,
             target,
@@ -150,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             own_head=options.draft_own_head,
             dtype=None if options.acceptance_only else mx.float32,
         )
-    except (DrafterError, OSError, ValueError) as error:
+    except (CheckpointError, DrafterError, OSError, ValueError) as error:
         print(f"cannot compare: {error}", file=sys.stderr)
         return 2
     decoder = ReferenceDecoder(
@@ -232,11 +221,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft-bits", type=int, choices=(4, 8, 16), help="quantize the drafter")
     parser.add_argument("--draft-own-head", action="store_true", help="keep the drafter's head")
     return parser.parse_args(arguments)
-
-
-def _widened(value: Any) -> Any:
-    is_float = isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
-    return value.astype(mx.float32) if is_float else value
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The drafter's context: keys and values of every committed token, for rows of any length.
 
-Owns one pair of arrays per drafter layer, `[R, heads, capacity, head_dim]`, and the list of
-committed lengths; used on the engine's MLX thread only. A position is written at its absolute
-index, so a row needs no offset. What lies behind a row's length is scrap space: the context
-rows of tokens that may yet be rejected, and the rows of the block being drafted, are written
-there and never committed, so nothing has to be taken back.
+Owns the buffers of all drafter layers and the list of committed lengths; used on the engine's
+MLX thread only. A position is written at its absolute index, so a row needs no offset. What
+lies behind a row's length is scrap space: the context rows of tokens that may yet be rejected,
+and the rows of the block being drafted, are written there and never committed, so nothing has
+to be taken back. Rows join and leave as in the target's `RowBatch`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from functools import cached_property
 import mlx.core as mx
 
 from models.dspark.configuration import DrafterConfiguration
-
-# Capacity grows by this many positions, so that most rounds write in place.
-_STEP = 256
+from models.row_buffer import RowBuffer, row_capacity, slot_capacity
 
 
 class Placement:
@@ -30,25 +28,42 @@ class Placement:
     def __init__(
         self, lengths: Sequence[int], count: int, starts: mx.array | None, reach: int
     ) -> None:
-        self.count = count
-        self.index: mx.array | None = None
+        self.rows, self.count = len(lengths), count
         self.offset: int | mx.array
+        self._starts: mx.array | None = None
         if starts is None and len(lengths) == 1:
             self.offset, self.end = lengths[0], lengths[0] + count
             return
-        self.offset = mx.array(lengths, dtype=mx.int32) if starts is None else starts
-        self.end = max(lengths) + reach + count
-        columns = self.offset[:, None] + mx.arange(count, dtype=mx.int32)
-        self.index = columns[:, None, :, None]
+        self._starts = mx.array(list(lengths), dtype=mx.int32) if starts is None else starts
+        self.offset, self.end = self._starts, max(lengths) + reach + count
+        self._slots: dict[int, mx.array] = {}
 
     @cached_property
     def mask(self) -> mx.array | None:
         """`[R, 1, 1, end]`: hides the columns behind each row's last new position. None when
         there are none."""
-        if self.index is None:
+        if self._starts is None:
             return None
-        visible = mx.arange(self.end, dtype=mx.int32) < (self.offset + self.count)[:, None]
+        visible = mx.arange(self.end, dtype=mx.int32) < (self._starts + self.count)[:, None]
         return visible[:, None, None, :]
+
+    def write(self, buffer: RowBuffer, values: mx.array) -> mx.array:
+        """Store `[R, heads, count, dim]`; return the columns in use, `[R, heads, end, dim]`."""
+        array = buffer.reserve(self.rows, slot_capacity(self.end), values)
+        if self._starts is None:
+            buffer.write(values, self.end - self.count)
+        else:
+            buffer.scatter(values, self._slots_of(self._starts, array.shape[0]))
+        assert buffer.array is not None
+        return buffer.array[: self.rows, :, : self.end]
+
+    def _slots_of(self, starts: mx.array, held_rows: int) -> mx.array:
+        """Slots of the new positions, `[held_rows, 1, count, 1]`, 0 for rows that are spare."""
+        if held_rows not in self._slots:
+            columns = starts[:, None] + mx.arange(self.count, dtype=mx.int32)
+            columns = mx.pad(columns, [(0, held_rows - self.rows), (0, 0)])
+            self._slots[held_rows] = columns[:, None, :, None]
+        return self._slots[held_rows]
 
 
 class DraftContext:
@@ -56,112 +71,89 @@ class DraftContext:
 
     def __init__(self, configuration: DrafterConfiguration, dtype: mx.Dtype) -> None:
         self.lengths: list[int] = []
-        self._heads = configuration.key_value_heads
-        self._head_dim = configuration.head_dim
-        self._dtype = dtype
-        self._capacity = 0
-        self._keys = [self._empty(0, 0) for _ in range(configuration.layer_count)]
-        self._values = [self._empty(0, 0) for _ in range(configuration.layer_count)]
+        layers = range(configuration.layer_count)
+        self._keys = [RowBuffer() for _ in layers]
+        self._values = [RowBuffer() for _ in layers]
+        # Keys and values of one token, in bytes.
+        self._token_bytes = (
+            2 * len(layers) * configuration.key_value_heads * configuration.head_dim * dtype.size
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, capacity included."""
-        return sum(array.nbytes for array in self.state())
+        """Bytes held, spare room included."""
+        return sum(buffer.nbytes for buffer in self._buffers())
+
+    def bytes_for(self, rows: int, length: int) -> int:
+        """Bytes that `rows` rows take, the longest of them, its block included, `length`."""
+        return row_capacity(rows) * slot_capacity(length) * self._token_bytes
 
     def state(self) -> list[mx.array]:
         """Every array to evaluate after a write that nothing else reads."""
-        return [*self._keys, *self._values]
+        return [buffer.array for buffer in self._buffers() if buffer.array is not None]
 
     def open_row(self) -> None:
-        """Append a row of length 0."""
-        self._keys = [mx.concatenate([k, self._empty(1, self._capacity)]) for k in self._keys]
-        self._values = [mx.concatenate([v, self._empty(1, self._capacity)]) for v in self._values]
+        """Add a row of length 0 to a context that has none."""
+        if self.lengths:
+            raise ValueError(f"a row is opened in an empty context; this has {len(self)}")
         self.lengths.append(0)
 
     def place(self, count: int, starts: mx.array | None = None, reach: int = 0) -> Placement:
-        """Make room for `count` positions of every row.
+        """A place for `count` positions of every row.
 
         They begin at the committed lengths, or at `starts` [R] int32, which may be a value that
         the host has not read yet; it is at most `reach` beyond the committed lengths.
         """
-        placement = Placement(self.lengths, count, starts, reach)
-        if placement.end > self._capacity:
-            capacity = -(-placement.end // _STEP) * _STEP
-            self._keys = [self._widened(k, capacity) for k in self._keys]
-            self._values = [self._widened(v, capacity) for v in self._values]
-            self._capacity = capacity
-        return placement
+        return Placement(self.lengths, count, starts, reach)
 
     def write(
         self, layer: int, placement: Placement, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Store `[R, heads, count, head_dim]`; return the columns in use, `[R, heads, end, …]`."""
-        if placement.index is None:
-            start = placement.end - placement.count
-            self._keys[layer][..., start : placement.end, :] = keys
-            self._values[layer][..., start : placement.end, :] = values
-        else:
-            self._keys[layer] = mx.put_along_axis(self._keys[layer], placement.index, keys, 2)
-            self._values[layer] = mx.put_along_axis(self._values[layer], placement.index, values, 2)
         return (
-            self._keys[layer][..., : placement.end, :],
-            self._values[layer][..., : placement.end, :],
+            placement.write(self._keys[layer], keys),
+            placement.write(self._values[layer], values),
         )
 
     def advance(self, counts: Sequence[int]) -> None:
         """Commit the first `counts[r]` positions written behind each row's length."""
         if len(counts) != len(self.lengths):
             raise ValueError(f"{len(counts)} counts for {len(self.lengths)} rows")
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.lengths = [a + b for a, b in zip(self.lengths, counts, strict=True)]
 
     def join(self, other: DraftContext) -> None:
         """Append the rows of `other`, which is left without any."""
-        capacity = max(self._capacity, other._capacity)
-        self._keys, self._values = (
-            [
-                mx.concatenate([self._widened(a, capacity), self._widened(b, capacity)])
-                for a, b in zip(mine, theirs, strict=True)
-            ]
-            for mine, theirs in ((self._keys, other._keys), (self._values, other._values))
-        )
-        self._capacity = capacity
+        slots = slot_capacity(max(self.lengths + other.lengths, default=0))
+        for mine, theirs in zip(self._buffers(), other._buffers(), strict=True):
+            mine.append(len(self), theirs, len(other), slots)
+            theirs.keep([], 0)
         self.lengths += other.lengths
         other.lengths = []
-        other._keys = [self._empty(0, 0) for _ in other._keys]
-        other._values = [self._empty(0, 0) for _ in other._values]
-        other._capacity = 0
 
     def leave(self, row: int) -> int | None:
         """Drop `row`. The last row takes its place; returns that row's old index, or None."""
         last = len(self.lengths) - 1
         if not 0 <= row <= last:
-            raise IndexError(f"row {row} of {last + 1}")
+            raise ValueError(f"row {row} does not exist: the context has {last + 1} rows")
         kept = list(range(last))
         if row < last:
             kept[row] = last
-        order = mx.array(kept, dtype=mx.int32)
-        self._keys = [k[order] for k in self._keys]
-        self._values = [v[order] for v in self._values]
         self.lengths = [self.lengths[index] for index in kept]
+        slots = slot_capacity(max(self.lengths, default=0))
+        for buffer in self._buffers():
+            buffer.keep(kept, slots)
         return last if row < last else None
 
     def committed(self, layer: int, row: int) -> tuple[mx.array, mx.array]:
         """Keys and values of one row's committed tokens, `[heads, length, head_dim]`."""
         length = self.lengths[row]
-        return self._keys[layer][row, :, :length], self._values[layer][row, :, :length]
+        keys, values = self._keys[layer].array, self._values[layer].array
+        if keys is None or values is None:
+            raise ValueError("nothing has been written into this context yet")
+        return keys[row, :, :length], values[row, :, :length]
 
-    def _empty(self, rows: int, capacity: int) -> mx.array:
-        return mx.zeros((rows, self._heads, capacity, self._head_dim), dtype=self._dtype)
-
-    def _widened(self, array: mx.array, capacity: int) -> mx.array:
-        missing = capacity - array.shape[2]
-        if missing <= 0:
-            return array
-        # Zeros, never uninitialised memory: a hidden column still meets its weight of 0.
-        return mx.concatenate(
-            [array, mx.zeros((*array.shape[:2], missing, array.shape[3]), dtype=array.dtype)],
-            axis=2,
-        )
+    def _buffers(self) -> list[RowBuffer]:
+        return [*self._keys, *self._values]

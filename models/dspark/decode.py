@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -93,7 +93,7 @@ class ReferenceDecoder:
         context = self._drafter.new_context()
         context.open_row()
         logits, taps = self._forward(prompt, cache)
-        first = int(mx.argmax(logits[0, -1]).item())
+        first: Any = mx.argmax(logits[0, -1]).item()
         sequence, rounds = [*prompt, first], []
         start = len(prompt)
         running = first not in self._stops
@@ -126,8 +126,8 @@ class ReferenceDecoder:
         draft = self._drafter.draft(context, anchors)
         confidences = draft.confidence_logits
         mx.eval(draft.tokens, confidences, base)
-        drafts: list[int] = draft.tokens[0].tolist()
-        logits: list[float] = [] if confidences is None else confidences[0].tolist()
+        drafts = _integers(draft.tokens[0])
+        logits = [] if confidences is None else cast(list[float], confidences[0].tolist())
         count = prefix_above([_sigmoid(value) for value in logits], self._threshold)
         if not logits:
             count = len(drafts)
@@ -135,8 +135,8 @@ class ReferenceDecoder:
         rows, taps = self._forward(verified, cache)
         best = mx.argmax(rows, axis=-1).astype(mx.int32)
         ordered = mx.topk(rows[0], 2, axis=-1)
-        accepted = int(count_matches(draft.tokens[:, :count], best).item())
-        targets: list[int] = best[0].tolist()
+        (accepted,) = _integers(count_matches(draft.tokens[:, :count], best))
+        targets = _integers(best[0])
         stop = next((i for i in range(accepted) if drafts[i] in self._stops), None)
         if stop is not None:
             accepted = stop + 1
@@ -148,12 +148,12 @@ class ReferenceDecoder:
             draft_cache_before=before,
             draft_cache_after=context.lengths[0],
             draft_tokens=drafts,
-            base_argmax=base[0].tolist(),
+            base_argmax=_integers(base[0]),
             confidence_logits=logits,
             draft_token_count=count,
             verify_input_ids=verified,
             target_argmax=targets,
-            target_margins=mx.abs(ordered[:, 1] - ordered[:, 0]).tolist(),
+            target_margins=cast(list[float], mx.abs(ordered[:, 1] - ordered[:, 0]).tolist()),
             accepted_draft_tokens=accepted,
             terminated_by_stop_token=stop is not None,
             effective_proposal_length=count if stop is None else accepted,
@@ -164,6 +164,10 @@ class ReferenceDecoder:
     def _forward(self, tokens: Sequence[int], cache: list[KVCache]) -> tuple[mx.array, mx.array]:
         logits = self._target(mx.array([list(tokens)], dtype=mx.int32), cache=cache)
         return logits.astype(mx.float32), self._taps.take()
+
+
+def _integers(array: mx.array) -> list[int]:
+    return cast(list[int], array.tolist())
 
 
 def _cut(tokens: list[int], budget: int, stops: Collection[int]) -> list[int]:

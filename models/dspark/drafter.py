@@ -155,7 +155,8 @@ class Drafter:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the drafter's weights; what is borrowed from the target is not counted."""
-        return sum(value.nbytes for _, value in tree_flatten(self.network.parameters()))
+        parameters: Any = tree_flatten(self.network.parameters())
+        return sum(value.nbytes for _, value in parameters)
 
     @property
     def context_bytes_per_token(self) -> int:

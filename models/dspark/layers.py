@@ -128,4 +128,5 @@ class GemmaLayer(nn.Module):
         attended = self.self_attn(self.input_layernorm(x), context, layer, placement)
         x = x + self.post_attention_layernorm(attended)
         inner = self.mlp(self.pre_feedforward_layernorm(x))
-        return (x + self.post_feedforward_layernorm(inner)) * self.layer_scalar
+        output: mx.array = (x + self.post_feedforward_layernorm(inner)) * self.layer_scalar
+        return output

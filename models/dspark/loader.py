@@ -185,7 +185,8 @@ def _mirror_stored_quantization(
 
 
 def _check_names_and_shapes(network: DraftNetwork, weights: Mapping[str, mx.array]) -> None:
-    expected = {name: value.shape for name, value in tree_flatten(network.parameters())}
+    parameters: Any = tree_flatten(network.parameters())
+    expected = {name: value.shape for name, value in parameters}
     if missing := sorted(expected.keys() - weights.keys()):
         raise DrafterError(f"the drafter's checkpoint lacks {', '.join(missing)}")
     if unknown := sorted(weights.keys() - expected.keys()):

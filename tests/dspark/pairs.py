@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from models.dspark.compare import load_target
 from models.dspark.configuration import TargetShape
 from models.dspark.drafter import Drafter
 from models.dspark.loader import load_drafter
+from models.target import Target
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "dspark"
 FAMILIES = ("gemma4", "qwen3")
@@ -23,7 +23,8 @@ THRESHOLDS = ("0", "0.5", "0.8")
 @functools.cache
 def target(family: str) -> nn.Module:
     """One float32 target for the whole run; tests must leave it untapped."""
-    return load_target(FIXTURES / family / "target")
+    model: nn.Module = Target.load(FIXTURES / family / "target", "float32").model
+    return model
 
 
 def shape(family: str) -> TargetShape:

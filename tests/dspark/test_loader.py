@@ -19,8 +19,8 @@ from models.dspark.configuration import (
     check_fit,
     parse_configuration,
 )
-from models.dspark.drafter import Drafter
-from models.dspark.loader import load_drafter, save_drafter
+from models.dspark.drafter import Drafter, DraftNetwork
+from models.dspark.loader import load_drafter, quantize, save_drafter
 
 from .pairs import FAMILIES, FIXTURES, goldens, make_drafter, shape, target
 
@@ -165,6 +165,65 @@ class TestConfiguration:
         check_fit(parse_configuration(config(family)), shape(family))
 
 
+def published(family: str, **settings: Any) -> DraftNetwork:
+    """A network of a published drafter's shape. Nothing is evaluated, so nothing is allocated."""
+    parsed = parse_configuration(config(family) | {"markov_rank": 256, **settings})
+    network = DraftNetwork(parsed, own_head=True)
+    network.set_dtype(mx.bfloat16)
+    return network
+
+
+GEMMA_12B = {
+    "vocab_size": 262144,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 5,
+    "layer_types": ["full_attention"] * 5,
+    "global_head_dim": 512,
+    "num_attention_heads": 16,
+    "target_layer_ids": [5, 17, 29, 41, 46],
+}
+
+
+def qwen(hidden: int, intermediate: int, heads: int) -> Config:
+    return {
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": 5,
+        "layer_types": ["full_attention"] * 5,
+        "head_dim": 128,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "parameters", "tensors"),
+    [
+        ("gemma4", GEMMA_12B, 3_430_444_550, 74),
+        ("qwen3", qwen(2560, 9728, 32), 1_393_133_569, 64),
+        ("qwen3", qwen(4096, 12288, 32), 2_371_081_729, 64),
+        ("qwen3", qwen(5120, 17408, 40), 3_416_263_169, 64),
+    ],
+    ids=["gemma 12b", "qwen 4b", "qwen 8b", "qwen 14b"],
+)
+def test_the_published_drafters_have_as_many_parameters(
+    family: str, settings: Config, parameters: int, tensors: int
+) -> None:
+    flat = tree_flatten(published(family, **settings).parameters())
+    assert len(flat) == tensors
+    assert sum(value.size for _, value in flat) == parameters
+
+
+def test_the_published_gemma_drafter_takes_less_than_0_9_gb_at_4_bits() -> None:
+    network = published("gemma4", **GEMMA_12B)
+    del network["embed_tokens"], network["lm_head"]
+    quantize(network, 4, 64)
+    assert sum(value.nbytes for _, value in tree_flatten(network.parameters())) < 0.9e9
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 class TestHeadBinding:
     def test_the_targets_head_is_borrowed_and_gives_the_same_drafts(self, family: str) -> None:
@@ -234,7 +293,7 @@ class TestCheckpoint:
             goldens("gemma4")["round0.tokens"].tolist()
         )
         (folder / "b.safetensors").unlink()
-        with pytest.raises(DrafterError, match="b.safetensors"):
+        with pytest.raises(DrafterError, match=r"b\.safetensors"):
             load(folder, "gemma4")
 
     def test_dflash(self, tmp_path: Path) -> None:

@@ -1,0 +1,190 @@
+"""Rows under speculation: the target's caches and the drafter's context, kept in step.
+
+Owns both sides of a batch of rows; used on the engine's MLX thread. One round is `draft`,
+`verify`, a single read by the caller of what they returned, and `commit`. Draft and
+verification get the same `Choose`, so that under coupled acceptance a draft is accepted exactly
+when it is what the target itself would have said. A row that does not draft for a while is
+verified with no drafts: its context follows, and it can draft again at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from models.acceptance import (
+    Stream,
+    count_matches,
+    draw,
+    keyed_gumbel,
+    keyed_uniforms,
+    reject,
+)
+from models.dspark.context import DraftContext
+from models.dspark.drafter import Choose, Draft, Drafter, greedy
+from models.row_batch import RowBatch
+from models.sampling import RowSampling, choose
+from models.taps import Taps
+from models.target import Target
+
+Distribution = Callable[[mx.array, int], mx.array]
+"""Logits [R, n, V] of columns `column`.. (0 is the token after the anchor) to probabilities,
+after temperature and filters."""
+
+
+class Verification(NamedTuple):
+    """What a round has decided.
+
+    `tokens` [R, c + 1] int32: the target's own choices or, with rejection, the drafts and in
+    place `accepted` the token drawn. `accepted` [R] int32 drafts: row r commits
+    `tokens[r, : accepted[r] + 1]`. `logits` [R, c + 1, V] are the target's, lazy: they cost
+    nothing unless something reads them.
+    """
+
+    tokens: mx.array
+    accepted: mx.array
+    logits: mx.array
+
+
+class SpeculativeRows:
+    """A batch of rows. `taps` record `target`'s layers for all batches of one pair."""
+
+    def __init__(self, target: Target, drafter: Drafter, taps: Taps) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._taps = taps
+        self.batch: RowBatch = target.new_batch()
+        self.context: DraftContext = drafter.new_context()
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row; the anchor is the next one."""
+        return self.batch.lengths
+
+    def open_row(self) -> None:
+        """Begin a row to read a prompt into, in a batch that has none."""
+        self.batch.open_row()
+        self.context.open_row()
+
+    def prefill(self, tokens: mx.array) -> None:
+        """Read a chunk of a prompt, int32 [1, W], into a batch of one row, and wait.
+
+        The prompt's last token is not read here: it is the first anchor. Only caches are
+        evaluated, so no logits are computed.
+        """
+        self._target.forward(tokens, self.batch)
+        self._drafter.extend(self.context, self._taps.take())
+        self.commit([tokens.shape[1]])
+        mx.eval(self.batch.state(), self.context.state())
+
+    def draft(
+        self,
+        anchors: mx.array,
+        *,
+        cap: int | None = None,
+        choose: Choose = greedy,
+        keep_logits: bool = False,
+    ) -> Draft:
+        """Draft behind `anchors` [R] int32; see `Drafter.draft`. Lazy."""
+        return self._drafter.draft(
+            self.context, anchors, cap=cap, choose=choose, keep_logits=keep_logits
+        )
+
+    def verify(
+        self,
+        anchors: mx.array,
+        drafts: mx.array | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        choose: Choose = greedy,
+    ) -> Verification:
+        """Run the target on `anchors` [R] and `drafts` [R, c], the first `lengths[r]` of which
+        count (all, when None; no drafts at all is a serial step). Lazy.
+
+        The drafter's context takes in all of it, behind what is committed.
+        """
+        if drafts is None:
+            drafts = mx.zeros((len(self), 0), dtype=mx.int32)
+        logits = self._forward(anchors, drafts)
+        chosen = choose(logits, 0)
+        return Verification(chosen, count_matches(drafts, chosen, _bound(lengths)), logits)
+
+    def verify_rejecting(
+        self,
+        anchors: mx.array,
+        draft: Draft,
+        *,
+        distribution: Distribution,
+        seeds: Sequence[int],
+        lengths: Sequence[int] | None = None,
+    ) -> Verification:
+        """As `verify`, by rejection sampling: the target's distribution is kept, its own
+        samples are not.
+
+        `draft` holds logits, and was drawn from `distribution` of them. `seeds[r]` is the
+        request's; its noise here is independent of the noise that drafts are drawn with.
+        """
+        if draft.logits is None:
+            raise ValueError("rejection sampling needs the drafter's logits: keep_logits=True")
+        logits = self._forward(anchors, draft.tokens)
+        count = draft.tokens.shape[1]
+        folded = mx.array([(seed ^ seed >> 32) & 0xFFFFFFFF for seed in seeds], dtype=mx.uint32)
+        first = mx.array(self.lengths, dtype=mx.int32)[:, None] + 1
+        uniforms = keyed_uniforms(folded, first + mx.arange(count), Stream.ACCEPT)
+        accepted, left = reject(
+            draft.tokens,
+            distribution(draft.logits, 0),
+            distribution(logits, 0),
+            uniforms,
+            _bound(lengths),
+        )
+        noise = keyed_gumbel(folded, first[:, 0] + accepted, left.shape[-1], Stream.REDRAW)
+        drawn = draw(left, noise)[:, None]
+        places = mx.arange(count + 1) == accepted[:, None]
+        tokens = mx.where(places, drawn, mx.pad(draft.tokens, [(0, 0), (0, 1)]))
+        return Verification(tokens, accepted, logits)
+
+    def _forward(self, anchors: mx.array, drafts: mx.array) -> mx.array:
+        tokens = mx.concatenate([anchors[:, None], drafts], axis=1)
+        logits = self._target.forward(tokens, self.batch)
+        self._drafter.extend(self.context, self._taps.take())
+        return logits
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Keep the first `counts[r]` tokens of the last forward: the anchor and the accepted
+        drafts, not the token that follows them, which is the next anchor."""
+        self.batch.advance(counts)
+        self.context.advance(counts)
+
+    def join(self, other: SpeculativeRows) -> None:
+        """Append the rows of `other`, which is empty afterwards."""
+        self.batch.join(other.batch)
+        self.context.join(other.context)
+
+    def leave(self, row: int) -> int | None:
+        """Remove a row; the last one takes its place. Returns that one's old index, or None."""
+        moved = self.batch.leave(row)
+        self.context.leave(row)
+        return moved
+
+
+def chooser(rows: Sequence[RowSampling], lengths: Sequence[int]) -> Choose:
+    """The `Choose` of rows whose anchors are at `lengths`: noise and filters of each request.
+
+    Rows with penalties cannot speculate: their logits depend on the tokens in between.
+    """
+    after_anchor = [length + 1 for length in lengths]
+
+    def choose_columns(logits: mx.array, column: int) -> mx.array:
+        return choose(logits, rows, [position + column for position in after_anchor])
+
+    return choose_columns
+
+
+def _bound(lengths: Sequence[int] | None) -> mx.array | None:
+    return None if lengths is None else mx.array(list(lengths), dtype=mx.int32)
