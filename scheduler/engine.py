@@ -59,7 +59,7 @@ def _serve(link: EngineLink) -> int:
     blas_name = blas.load()
 
     # MLX takes its BLAS from what the process has loaded when it is first imported.
-    from models.backend import device_name, device_kind
+    from models.backend import device_kind, device_name
     from models.target import Target
     from scheduler.step_loop import StepLoop
     from scheduler.warm import warm

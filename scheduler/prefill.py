@@ -1,6 +1,6 @@
 """Reading prompts: requests that have been submitted and do not decode yet.
 
-Owns one one-row `RowBatch` for each prompt under way; runs on the engine's MLX thread. All
+Owns the one-row caches of each prompt under way; runs on the engine's MLX thread. All
 tokens of the prefix but the last are read here, chunk by chunk; the last one is the row's
 first input in its lane, so no logits are ever computed for a prompt.
 """
@@ -11,19 +11,18 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from models.row_batch import RowBatch
-from models.target import Target
-from scheduler.messages import Submit
+from models.decode_rows import DecodeRows
+from scheduler.row import Row
 from scheduler.step_policy import WaitingPrompt
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A prefix being read: `read` of its `tokens` are in `batch`."""
+    """A prefix being read: `read` of its `tokens` are in `rows`."""
 
-    submit: Submit
+    row: Row
     tokens: list[int]
-    batch: RowBatch
+    rows: DecodeRows
     read: int = 0
 
     @property
@@ -35,19 +34,17 @@ class Prompt:
 class PrefillQueue:
     """Prompts by order of arrival."""
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self) -> None:
         self._prompts: dict[int, Prompt] = {}
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def add(self, submit: Submit) -> Prompt:
-        """Take a request in. What it has produced already is read like its prompt."""
-        batch = self._target.new_batch()
-        batch.open_row()
-        prompt = Prompt(submit, submit.prompt + submit.produced, batch)
-        self._prompts[submit.request_id] = prompt
+    def add(self, row: Row, tokens: list[int], rows: DecodeRows) -> Prompt:
+        """Take in the prefix `tokens` of `row`, to be read into `rows`, which has none yet."""
+        rows.open_row()
+        prompt = Prompt(row, tokens, rows)
+        self._prompts[row.request_id] = prompt
         return prompt
 
     def remove(self, request_id: int) -> Prompt | None:
@@ -62,6 +59,6 @@ class PrefillQueue:
         """Read the next `tokens` of a prompt and wait for the device."""
         prompt = self._prompts[request_id]
         chunk = prompt.tokens[prompt.read : prompt.read + tokens]
-        self._target.prefill(mx.array([chunk], dtype=mx.int32), prompt.batch)
+        prompt.rows.prefill(mx.array([chunk], dtype=mx.int32))
         prompt.read += tokens
         return prompt

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 
+import mlx.core as mx
+
 from models.backend import memory_counters
-from models.sampling import RowSampling
+from models.decode_rows import TargetRows
 from models.target import Target
 from scheduler.engine_link import EngineLink
 from scheduler.messages import (
@@ -25,7 +27,8 @@ from scheduler.messages import (
     Submit,
 )
 from scheduler.prefill import PrefillQueue, Prompt
-from scheduler.serial_lane import Row, SerialLane
+from scheduler.row import Row
+from scheduler.serial_lane import SerialLane
 from scheduler.step_policy import Decision, StepPolicy, Turn
 
 
@@ -36,8 +39,9 @@ class StepLoop:
         self._target = target
         self._link = link
         self._policy = policy
-        self._prefill = PrefillQueue(target)
-        self._serial = SerialLane(target)
+        self._prefill = PrefillQueue()
+        self._serial_rows = TargetRows(target)
+        self._serial = SerialLane(self._serial_rows)
         self._steps = 0
         self._memory = Memory(*memory_counters())
         self._last_step_end = time.perf_counter()
@@ -78,33 +82,38 @@ class StepLoop:
                 self._stopping = True
 
     def _submit(self, submit: Submit) -> None:
-        limit = self._target.facts.context_length
-        room = limit - len(submit.prompt)
-        if not submit.prompt or submit.max_tokens > room or min(submit.prompt) < 0:
-            refusal = f"a prompt of {len(submit.prompt)} tokens with max_tokens "
-            refusal += f"{submit.max_tokens} does not fit the context of {limit} tokens"
-            self._link.send(Rejected(submit.request_id, refusal))
-        elif max(submit.prompt) >= self._target.vocabulary_size:
-            refusal = f"prompt token {max(submit.prompt)} is outside the vocabulary of "
-            refusal += f"{self._target.vocabulary_size} tokens"
-            self._link.send(Rejected(submit.request_id, refusal))
-        elif (prompt := self._prefill.add(submit)).tokens_left == 0:
+        try:
+            self._check(submit)
+            row = Row.of(submit, self._target.vocabulary_size)
+        except ValueError as error:
+            self._link.send(Rejected(submit.request_id, str(error)))
+            return
+        tokens = submit.prompt + submit.produced
+        prompt = self._prefill.add(row, tokens, TargetRows(self._target))
+        if prompt.tokens_left == 0:
             self._join(prompt)
 
+    def _check(self, submit: Submit) -> None:
+        """Refuse what would break the step for everybody."""
+        limit, vocabulary = self._target.facts.context_length, self._target.vocabulary_size
+        if not submit.prompt:
+            raise ValueError("the prompt has no tokens; send at least one")
+        if len(submit.prompt) + submit.max_tokens > limit:
+            raise ValueError(
+                f"a prompt of {len(submit.prompt)} tokens with max_tokens {submit.max_tokens} "
+                f"does not fit the context of {limit} tokens; shorten either"
+            )
+        for token in (min(submit.prompt), max(submit.prompt)):
+            if not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"prompt token {token} is outside the vocabulary of {vocabulary} tokens"
+                )
+
     def _join(self, prompt: Prompt) -> None:
-        submit = prompt.submit
-        self._prefill.remove(submit.request_id)
-        row = Row(
-            request_id=submit.request_id,
-            sampling=RowSampling(submit.sampling, self._target.vocabulary_size, submit.produced),
-            position=len(prompt.tokens),
-            produced=len(submit.produced),
-            launched=len(submit.produced),
-            maximum=submit.max_tokens,
-            stop_tokens=frozenset(submit.stop_tokens),
-            logprobs=submit.logprobs,
-        )
-        self._serial.join(row, prompt.batch, prompt.tokens[-1])
+        self._prefill.remove(prompt.row.request_id)
+        assert isinstance(prompt.rows, TargetRows)
+        self._serial_rows.join(prompt.rows)
+        self._serial.add([prompt.row], mx.array([[prompt.tokens[-1]]], dtype=mx.int32))
 
     def _step(self) -> None:
         decision = self._policy.decide(self._prefill.waiting(), len(self._serial))

@@ -22,6 +22,7 @@ from scheduler.messages import (
     Rejected,
     Shutdown,
     StepKind,
+    Submit,
 )
 from tests.engine_client import EngineClient, running_engine, submit
 from tests.tiny_models import CONFIGURATIONS, save_tiny_checkpoint
@@ -127,13 +128,20 @@ def test_logprobs_are_of_the_chosen_and_the_best(engine: EngineClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "max_tokens", "words"),
-    [([1, 10**9], 4, "vocabulary"), ([1] * 8, 10**6, "context")],
+    ("request_", "words"),
+    [
+        (submit(5, [1, 10**9], max_tokens=4), "vocabulary"),
+        (submit(5, [1, -3], max_tokens=4), "-3"),
+        (submit(5, [1] * 8, max_tokens=10**6), "context"),
+        (submit(5, [], max_tokens=4), "no tokens"),
+        (submit(5, [1], max_tokens=4, logit_bias={10**7: 1.0}), "logit_bias"),
+        (submit(5, [1], max_tokens=4, temperature=-1.0), "temperature"),
+    ],
 )
 def test_what_cannot_be_served_is_rejected_alone(
-    engine: EngineClient, prompt: list[int], max_tokens: int, words: str
+    engine: EngineClient, request_: Submit, words: str
 ) -> None:
-    engine.send(submit(5, prompt, max_tokens=max_tokens))
+    engine.send(request_)
     while not isinstance(message := engine.receive(), Rejected):
         assert message is not None
     assert message.request_id == 5
