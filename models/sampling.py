@@ -18,7 +18,6 @@ from typing import Protocol
 
 import mlx.core as mx
 
-_UINT32 = (1 << 32) - 1
 _UINT64 = (1 << 64) - 1
 
 
@@ -96,10 +95,13 @@ class RowSampling:
             self._counts = self._counts.at[tokens].add(1.0)
 
 
-def choose(logits: mx.array, rows: Sequence[RowSampling], positions: Sequence[int]) -> mx.array:
+def choose(
+    logits: mx.array, rows: Sequence[RowSampling], positions: Sequence[int] | mx.array
+) -> mx.array:
     """Choose a token for every row and column: logits [R, W, V] -> int32 [R, W].
 
-    Column w of row r is at position `positions[r] + w` of prompt and generated tokens.
+    Column w of row r is at position `positions[r] + w` of prompt and generated tokens. The
+    positions may be an array, int32 [R], that the host has not read.
 
     Raises:
         ValueError: a row with penalties and more than one column, whose later columns would
@@ -121,8 +123,9 @@ def choose(logits: mx.array, rows: Sequence[RowSampling], positions: Sequence[in
     chosen = logits if everyone else logits[mx.array(drawn)]
     scores = _filtered(chosen.astype(mx.float32), settings)
     seeds = [row.seed for row in settings for _ in range(width)]
-    places = [positions[index] + column for index in drawn for column in range(width)]
-    noise = gumbel(seeds, places, scores.shape[-1]).reshape(scores.shape)
+    starts = positions if isinstance(positions, mx.array) else mx.array(list(positions))
+    places = starts[mx.array(drawn)][:, None] + mx.arange(width)
+    noise = gumbel(seeds, places.reshape(-1), scores.shape[-1]).reshape(scores.shape)
     tokens = mx.argmax(scores + noise, axis=-1).astype(mx.int32)
     if everyone:
         return tokens
@@ -138,14 +141,35 @@ def observe(rows: Sequence[RowSampling], tokens: mx.array) -> None:
             row.count(tokens[index])
 
 
-def gumbel(seeds: Sequence[int], positions: Sequence[int], vocabulary: int) -> mx.array:
+def distribution(logits: mx.array, rows: Sequence[RowSampling]) -> mx.array:
+    """What `choose` draws from: logits [R, W, V] -> probabilities [R, W, V], float32.
+
+    Rejection sampling compares these of drafter and target. A greedy row has all its mass on
+    one token. Penalties are not applied; rows with penalties do not speculate.
+    """
+    logits = logits.astype(mx.float32)
+    if not all(row.plain for row in rows):
+        logits = mx.stack([row.adjust(logits[index]) for index, row in enumerate(rows)])
+    greedy = mx.array([row.greedy for row in rows])[:, None, None]
+    best = mx.arange(logits.shape[-1]) == mx.argmax(logits, axis=-1, keepdims=True)
+    if all(row.greedy for row in rows):
+        return best.astype(mx.float32)
+    drawn = mx.softmax(_filtered(logits, rows), axis=-1, precise=True)
+    return mx.where(greedy, best.astype(mx.float32), drawn)
+
+
+def gumbel(
+    seeds: Sequence[int], positions: Sequence[int] | mx.array, vocabulary: int
+) -> mx.array:
     """Standard Gumbel noise for pairs of 64-bit seed and position: float32 [n, vocabulary].
 
     Each line is a function of its own pair, whatever the others are.
     """
-    keys = [[_fold(seed), position & _UINT32] for seed, position in zip(seeds, positions)]  # noqa: B905
+    places = positions if isinstance(positions, mx.array) else mx.array(list(positions))
+    folded = mx.array([_fold(seed) for seed in seeds], dtype=mx.uint32)
+    keys = mx.stack([folded, places.astype(mx.uint32)], axis=-1)
     draw = mx.vmap(lambda key: mx.random.gumbel((vocabulary,), key=key))
-    noise: mx.array = draw(mx.array(keys, dtype=mx.uint32))
+    noise: mx.array = draw(keys)
     return noise
 
 
@@ -178,7 +202,8 @@ def _filtered(logits: mx.array, rows: Sequence[RowSampling]) -> mx.array:
     not touch it when its neighbour's is on: hence -inf, the vocabulary's size and inf below.
     """
     vocabulary = logits.shape[-1]
-    logits = logits / _column([row.temperature for row in rows])
+    # Of a greedy row, which may have temperature 0, only the argmax is used.
+    logits = logits / _column([1.0 if row.greedy else row.temperature for row in rows])
     # Relative to the best, so that exp cannot overflow at low temperatures.
     logits = logits - mx.max(logits, axis=-1, keepdims=True)
     if any(row.min_p is not None for row in rows):
