@@ -95,6 +95,32 @@ class SpeculativeRows:
             self.context, anchors, cap=cap, choose=choose, keep_logits=keep_logits
         )
 
+    def draft_ahead(
+        self,
+        outcome: Verification,
+        *,
+        cap: int | None = None,
+        choose: Choose = greedy,
+        keep_logits: bool = False,
+    ) -> Draft:
+        """Draft the round after `outcome`, which nobody has read or committed yet.
+
+        Lazy: the device goes on to draft while the host still waits for the outcome, and one
+        read then fetches what was committed together with the confidences that decide the next
+        width. `choose` must know its positions without the host, as `greedy` does.
+        """
+        anchors = mx.take_along_axis(outcome.tokens, outcome.accepted[:, None], axis=1)[:, 0]
+        starts = mx.array(self.lengths, dtype=mx.int32) + outcome.accepted + 1
+        return self._drafter.draft(
+            self.context,
+            anchors,
+            cap=cap,
+            choose=choose,
+            keep_logits=keep_logits,
+            starts=starts,
+            reach=outcome.tokens.shape[1],
+        )
+
     def verify(
         self,
         anchors: mx.array,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.calibration import GRID, Calibration, CalibrationError, fit
+from models.dspark import calibrate
 
 from .pairs import FAMILIES, FIXTURES, trace
 
@@ -77,6 +79,33 @@ def test_survival_is_a_falling_chance(data: list[tuple[list[float], int]]) -> No
     survival = record.survival(logits)
     assert ((survival >= 0) & (survival <= 1)).all()
     assert (np.diff(survival, axis=1) <= 0).all()
+
+
+class TestCommand:
+    def arguments(self, drafter: Path, prompts: Path) -> list[str]:
+        return [
+            *("--target", str(FIXTURES / "qwen3" / "target")),
+            *("--drafter", str(drafter)),
+            *("--prompts", str(prompts)),
+        ]
+
+    def test_it_fits_what_the_trace_fits(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        drafter = tmp_path / "drafter"
+        shutil.copytree(FIXTURES / "qwen3" / "drafter", drafter, copy_function=shutil.copyfile)
+        prompts = FIXTURES / "qwen3" / "trace_float32_thr0.json"
+        assert calibrate.main(self.arguments(drafter, prompts)) == 0
+        stored = Calibration.load(drafter, 7)
+        assert stored is not None
+        assert stored.temperatures == GOLDENS["sts"]["qwen3"]["temperatures"]
+        assert "48 rounds" in capsys.readouterr().out
+
+    def test_too_few_rounds(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        prompts = tmp_path / "prompts.json"
+        prompts.write_text('{"prompts": [{"prompt_ids": [1, 2, 3], "max_new_tokens": 4}]}')
+        assert calibrate.main(self.arguments(FIXTURES / "qwen3" / "drafter", prompts)) == 2
+        assert "too few, at least 40" in capsys.readouterr().err
 
 
 class TestRecord:

@@ -16,7 +16,7 @@ import pytest
 
 from models.dspark import compare
 from models.dspark.context import DraftContext, Placement
-from models.dspark.decode import ReferenceDecoder
+from models.dspark.decode import ReferenceDecoder, Transcript
 from models.dspark.drafter import Drafter
 from models.dspark.heads import ConfidenceHead, HeadStep, VanillaHead
 
@@ -88,8 +88,8 @@ def block_one_position_late(drafter: Drafter, patch: Patch) -> None:
     patch.setattr(DraftContext, "place", place)
 
 
-def block_kept_in_the_context(drafter: Drafter, patch: Patch) -> None:
-    """Rejected rows of the last block stay visible, because nothing overwrote or hid them."""
+def scrap_visible_before_the_block(drafter: Drafter, patch: Patch) -> None:
+    """One row of scrap stays visible between the context and the block."""
 
     def place(self: DraftContext, count: int, *arguments: Any) -> Placement:
         placement = original(self, count, *arguments)
@@ -162,7 +162,7 @@ BOTH: tuple[Mutation, ...] = (
     norm_weight_counts_from_1,
     context_through_the_input_norm,
     block_one_position_late,
-    block_kept_in_the_context,
+    scrap_visible_before_the_block,
     another_mask_token,
     confidence_without_its_bias,
     confidence_sees_the_token_first,
@@ -187,12 +187,18 @@ def test_the_trace_catches_it(family: str, mutation: Mutation, monkeypatch: Patc
     drafter = make_drafter(family)
     mutation(drafter, monkeypatch)
     decoder = ReferenceDecoder(target(family), drafter, recorded["stop_token_ids"])
+    outputs = []
+
+    def decode(prompt: list[int], budget: int) -> Transcript:
+        transcript = decoder.decode(prompt, budget)
+        outputs.append(transcript.output)
+        return transcript
+
     try:
-        report = compare.replay(recorded, decoder.decode)
-        prompt = recorded["prompts"][0]
-        transcript = decoder.decode(prompt["prompt_ids"], prompt["max_new_tokens"])
+        report = compare.replay(recorded, decode)
     finally:
         decoder.close()
     assert report.difference is not None
     assert report.difference.field != "output_ids"
-    assert transcript.output == prompt["output_ids"]
+    wanted = [prompt["output_ids"] for prompt in recorded["prompts"]]
+    assert outputs == wanted[: len(outputs)]
