@@ -1,0 +1,106 @@
+"""The memory plan: its sums, its bounds, and what it says when it refuses."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models import row_buffer
+from scheduler import ledger
+from scheduler.ledger import KvCost
+from scheduler.memory_plan import (
+    PROCESS_BYTES,
+    ActivationShape,
+    DoesNotFit,
+    MemoryLimit,
+    MemoryNeeds,
+    plan_memory,
+    prefill_transients,
+)
+
+GIGABYTE = 10**9
+SMALL = MemoryNeeds(
+    model="small",
+    weight_bytes=540_000_000,
+    kv_cost=KvCost(bytes_per_token=46_080),
+    activations=ActivationShape(hidden=576, intermediate=1536, attention_heads=9, scores=True),
+    element_bytes=4,
+    chunk_tokens=512,
+    maximum_rows=8,
+    context_length=8192,
+    minimum_tokens=2048,
+)
+
+
+def test_the_parts_add_up_to_the_limit_when_memory_is_short() -> None:
+    limit = MemoryLimit(2 * GIGABYTE, "the machine")
+    plan = plan_memory(SMALL, limit, reserve=100_000_000)
+    assert plan.total + plan.reserve == limit.bytes
+    assert plan.weights == SMALL.weight_bytes
+
+
+def test_no_more_is_planned_than_all_rows_can_use() -> None:
+    plan = plan_memory(SMALL, MemoryLimit(1000 * GIGABYTE, "the machine"), reserve=0)
+    assert plan.kv_budget == 8 * 8192 * 46_080
+
+
+def test_transients_by_hand() -> None:
+    values = 512 * (4 * 576 + 3 * 1536 + 9 * 8192)
+    assert prefill_transients(SMALL) == values * 4
+    fused = msgspec.structs.replace(SMALL.activations, scores=False)
+    without = msgspec.structs.replace(SMALL, activations=fused)
+    assert prefill_transients(without) == 512 * (4 * 576 + 3 * 1536) * 4
+
+
+def test_a_refusal_names_limit_value_need_and_remedy() -> None:
+    with pytest.raises(DoesNotFit) as refusal:
+        plan_memory(SMALL, MemoryLimit(GIGABYTE, "the control group /docker"), reserve=0)
+    message = str(refusal.value)
+    need = SMALL.weight_bytes + prefill_transients(SMALL) + PROCESS_BYTES + 2048 * 46_080
+    assert "the control group /docker leaves 1.00 GB" in message
+    assert f"small needs {need / 1e9:.2f} GB" in message
+    assert "smaller model" in message
+
+
+@given(
+    limit=st.integers(0, 20 * GIGABYTE),
+    reserve=st.integers(0, 2 * GIGABYTE),
+    rows=st.integers(1, 64),
+    per_row=st.integers(0, 10**8),
+)
+def test_a_plan_never_exceeds_its_limit_and_holds_one_row(
+    limit: int, reserve: int, rows: int, per_row: int
+) -> None:
+    cost = KvCost(bytes_per_token=46_080, bytes_per_row=per_row)
+    needs = msgspec.structs.replace(SMALL, kv_cost=cost, maximum_rows=rows)
+    try:
+        plan = plan_memory(needs, MemoryLimit(limit, "the test"), reserve)
+    except DoesNotFit:
+        return
+    assert plan.total + plan.reserve <= limit
+    assert cost.longest(1, plan.kv_budget) >= needs.minimum_tokens
+
+
+@given(tokens=st.integers(0, 1 << 20), rows=st.integers(0, 300))
+def test_the_ledger_prices_what_the_engine_allots(tokens: int, rows: int) -> None:
+    assert ledger.slot_capacity(tokens) == row_buffer.slot_capacity(tokens)
+    if rows:
+        assert ledger.row_capacity(rows) == row_buffer.row_capacity(rows)
+
+
+@given(
+    rows=st.integers(1, 20),
+    budget=st.integers(0, 10**9),
+    per_token=st.integers(1, 10**6),
+    per_row=st.integers(0, 10**8),
+)
+def test_longest_is_the_inverse_of_the_rectangle(
+    rows: int, budget: int, per_token: int, per_row: int
+) -> None:
+    cost = KvCost(bytes_per_token=per_token, bytes_per_row=per_row)
+    longest = cost.longest(rows, budget)
+    if longest:
+        assert cost.rectangle(rows, longest) <= budget
+    assert cost.rectangle(rows, longest + 1) > budget
