@@ -57,21 +57,19 @@ class FullCache:
         rows, _, width, _ = keys.shape
         positions.begin(rows, width)
         end = positions.longest + width
+        slots = slot_capacity(end)
         return (
-            self._update(self._keys, keys, rows, width, end),
-            self._update(self._values, values, rows, width, end),
+            self._update(self._keys, keys, end, slots),
+            self._update(self._values, values, end, slots),
         )
 
-    def _update(
-        self, buffer: RowBuffer, new: mx.array, rows: int, width: int, end: int
-    ) -> mx.array:
-        array = buffer.reserve(rows, slot_capacity(end), new)
+    def _update(self, buffer: RowBuffer, new: mx.array, end: int, slots: int) -> mx.array:
+        rows, _, width, _ = new.shape
+        array = buffer.reserve(rows, slots, new)
         if rows == 1:
-            buffer.write(new, end - width)
-        else:
-            buffer.scatter(new, self._positions.slots(width, array.shape[0]))
-        assert buffer.array is not None
-        return buffer.array[:rows, :, :end]
+            array[:1, :, end - width : end] = new
+            return array[:1, :, :end]
+        return buffer.scatter(new, self._positions.slots(width, array.shape[0]))[:rows, :, :end]
 
     def commit(self, counts: list[int]) -> None:
         """Called before the lengths grow by `counts`: nothing is to be done here."""

@@ -6,7 +6,8 @@ of its tokens as turned out to be real, for each row on its own. Joining, leavin
 advancing only build graphs, so the next step can be built while the last one runs.
 
 The batch is a rectangle: it takes `bytes_for(len(batch), max(batch.lengths))`, more for a
-while after rows have left, and during a growth one layer's old and new buffers at once.
+while after rows have left. Growing, and a row that leaves before the last, copy the batch in
+the next forward, layer after layer: one layer's old and new buffers are there at once.
 """
 
 from __future__ import annotations

@@ -56,27 +56,27 @@ class RowBuffer:
         return row_capacity(rows) * self.heads * slots * self.dim * self.dtype.size
 
     def reserve(self, rows: int, slots: int, like: mx.array) -> mx.array:
-        """Make room for `rows` rows of exactly `slots` slots, shaped as `like` [*, H, *, D]."""
-        if self.array is None:
+        """Make room for `rows` rows of exactly `slots` slots, shaped as `like` [*, H, *, D].
+
+        Returns `array` itself, so that assigning to a part of it updates the buffer.
+        """
+        array = self.array
+        if array is not None and rows <= array.shape[0] and slots <= array.shape[2]:
+            return array
+        if array is None:
             _, self.heads, _, self.dim = like.shape
             self.dtype = like.dtype
             shape = (row_capacity(rows), self.heads, slots, self.dim)
             self.array = mx.zeros(shape, self.dtype)
             return self.array
-        held_rows, _, held_slots, _ = self.array.shape
+        held_rows, _, held_slots, _ = array.shape
         more_rows = row_capacity(rows) - held_rows if rows > held_rows else 0
         more_slots = max(slots - held_slots, 0)
-        if more_rows or more_slots:
-            self.array = mx.pad(self.array, [(0, more_rows), (0, 0), (0, more_slots), (0, 0)])
+        self.array = mx.pad(array, [(0, more_rows), (0, 0), (0, more_slots), (0, 0)])
         return self.array
 
-    def write(self, values: mx.array, start: int) -> None:
-        """Write [1, H, W, D] into row 0 from slot `start` on."""
-        assert self.array is not None
-        self.array[:1, :, start : start + values.shape[2]] = values
-
-    def scatter(self, values: mx.array, slots: mx.array) -> None:
-        """Write [R, H, W, D] at each row's own slots, int [row_capacity, 1, W, 1].
+    def scatter(self, values: mx.array, slots: mx.array) -> mx.array:
+        """Write [R, H, W, D] at each row's own slots, int [row_capacity, 1, W, 1]; returns all.
 
         What `slots` says of rows without values does not matter as long as it is in range.
         """
@@ -86,6 +86,7 @@ class RowBuffer:
             # Writing all rows keeps the update in place; a slice of the rows would be a copy.
             values = mx.pad(values, [(0, spare), (0, 0), (0, 0), (0, 0)])
         self.array = mx.put_along_axis(self.array, slots, values, axis=2)
+        return self.array
 
     def append(self, rows: int, other: RowBuffer, count: int, slots: int) -> None:
         """Put `other`'s first `count` rows behind the first `rows`, `slots` slots of each."""
@@ -107,9 +108,11 @@ class RowBuffer:
         array[rows : rows + count] = piece
 
     def keep(self, rows: Sequence[int], slots: int) -> None:
-        """Keep `rows` in that order, at most one of them moved, with room for `slots` each.
+        """Keep `rows` in that order, with room for `slots` each.
 
-        Room is given back when less than half of it is needed.
+        Room is given back when less than half of it is needed. Anything but dropping rows
+        from the end copies what is kept: a row cannot be moved in place by the same graph
+        that reads it.
         """
         if self.array is None:
             return
@@ -118,13 +121,12 @@ class RowBuffer:
             return
         held_rows, _, held_slots, _ = self.array.shape
         wanted_rows = row_capacity(len(rows))
-        if wanted_rows * 2 <= held_rows or slots * 2 <= held_slots:
-            # Taking copies; a slice would keep the whole buffer alive.
-            spare = [rows[0]] * (wanted_rows - len(rows))
-            index = mx.array([*rows, *spare], dtype=mx.int32)
-            self.array = mx.take(self.array[:, :, : min(slots, held_slots)], index, axis=0)
+        if wanted_rows * 2 > held_rows:
+            wanted_rows = held_rows
+        if slots * 2 > held_slots:
+            slots = held_slots
+        in_place = all(place == row for place, row in enumerate(rows))
+        if in_place and (wanted_rows, slots) == (held_rows, held_slots):
             return
-        for place, row in enumerate(rows):
-            if place != row:
-                moved = mx.take(self.array, mx.array([row], dtype=mx.int32), axis=0)
-                self.array[place : place + 1] = moved
+        index = mx.array([*rows, *[rows[0]] * (wanted_rows - len(rows))], dtype=mx.int32)
+        self.array = mx.take(self.array[:, :, :slots], index, axis=0)

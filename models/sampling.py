@@ -158,9 +158,7 @@ def distribution(logits: mx.array, rows: Sequence[RowSampling]) -> mx.array:
     return mx.where(greedy, best.astype(mx.float32), drawn)
 
 
-def gumbel(
-    seeds: Sequence[int], positions: Sequence[int] | mx.array, vocabulary: int
-) -> mx.array:
+def gumbel(seeds: Sequence[int], positions: Sequence[int] | mx.array, vocabulary: int) -> mx.array:
     """Standard Gumbel noise for pairs of 64-bit seed and position: float32 [n, vocabulary].
 
     Each line is a function of its own pair, whatever the others are.

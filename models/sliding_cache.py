@@ -133,13 +133,12 @@ class SlidingCache:
         if rows == 1:
             start = positions.longest % self._ring
             before_wrap = min(width, self._ring - start)
-            buffer.write(new[:, :, :before_wrap], start)
+            array[:1, :, start : start + before_wrap] = new[:, :, :before_wrap]
             if before_wrap < width:
-                buffer.write(new[:, :, before_wrap:], 0)
+                array[:1, :, : width - before_wrap] = new[:, :, before_wrap:]
         else:
-            buffer.scatter(new, positions.slots(width, array.shape[0], self._ring))
-        assert buffer.array is not None
-        return buffer.array[:rows, :, : min(end, self._ring)]
+            array = buffer.scatter(new, positions.slots(width, array.shape[0], self._ring))
+        return array[:rows, :, : min(end, self._ring)]
 
     def _ring_mask(self, width: int, window: int) -> mx.array:
         positions = self._positions
