@@ -51,7 +51,8 @@ class Placement:
         """Store `[R, heads, count, dim]`; return the columns in use, `[R, heads, end, dim]`."""
         array = buffer.reserve(self.rows, slot_capacity(self.end), values)
         if self._starts is None:
-            buffer.write(values, self.end - self.count)
+            # One row at a known place: a slice, which is written in place.
+            array[:1, :, self.end - self.count : self.end] = values
         else:
             buffer.scatter(values, self._slots_of(self._starts, array.shape[0]))
         assert buffer.array is not None

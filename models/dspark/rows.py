@@ -62,6 +62,11 @@ class SpeculativeRows:
         return len(self.batch)
 
     @property
+    def block_size(self) -> int:
+        """The most drafts of a row and round."""
+        return self._drafter.block_size
+
+    @property
     def lengths(self) -> list[int]:
         """Committed tokens of each row; the anchor is the next one."""
         return self.batch.lengths
@@ -75,12 +80,23 @@ class SpeculativeRows:
         """Read a chunk of a prompt, int32 [1, W], into a batch of one row, and wait.
 
         The prompt's last token is not read here: it is the first anchor. Only caches are
-        evaluated, so no logits are computed.
+        evaluated, so no logits are computed. Drafters are trained on anchors inside answers:
+        behind a prompt's last token their drafts are poor (of one reference pair, none of eight
+        prompts had any accepted), so the first round is best one without drafts.
         """
         self._target.forward(tokens, self.batch)
         self._drafter.extend(self.context, self._taps.take())
         self.commit([tokens.shape[1]])
         mx.eval(self.batch.state(), self.context.state())
+
+    def decode(self, tokens: mx.array) -> mx.array:
+        """Run one token of each row, int32 [R, 1], and commit it: logits [R, 1, V]. Lazy.
+
+        Plain decode, but for the context, which follows so that a row can draft at any time.
+        """
+        logits = self._forward(tokens)
+        self.commit([1] * len(self))
+        return logits
 
     def draft(
         self,
@@ -89,28 +105,16 @@ class SpeculativeRows:
         cap: int | None = None,
         choose: Choose = greedy,
         keep_logits: bool = False,
+        starts: mx.array | None = None,
+        reach: int = 0,
     ) -> Draft:
-        """Draft behind `anchors` [R] int32; see `Drafter.draft`. Lazy."""
-        return self._drafter.draft(
-            self.context, anchors, cap=cap, choose=choose, keep_logits=keep_logits
-        )
+        """Draft behind `anchors` [R] int32; see `Drafter.draft`. Lazy.
 
-    def draft_ahead(
-        self,
-        outcome: Verification,
-        *,
-        cap: int | None = None,
-        choose: Choose = greedy,
-        keep_logits: bool = False,
-    ) -> Draft:
-        """Draft the round after `outcome`, which nobody has read or committed yet.
-
-        Lazy: the device goes on to draft while the host still waits for the outcome, and one
-        read then fetches what was committed together with the confidences that decide the next
-        width. `choose` must know its positions without the host, as `greedy` does.
+        Behind a verification that nobody has read, anchors and `starts` come from its outcome,
+        `lengths + accepted + 1`, and `reach` is its width. The device then goes on to draft
+        while the host still waits, and one read fetches what was committed together with the
+        confidences that decide the next width.
         """
-        anchors = mx.take_along_axis(outcome.tokens, outcome.accepted[:, None], axis=1)[:, 0]
-        starts = mx.array(self.lengths, dtype=mx.int32) + outcome.accepted + 1
         return self._drafter.draft(
             self.context,
             anchors,
@@ -118,7 +122,7 @@ class SpeculativeRows:
             choose=choose,
             keep_logits=keep_logits,
             starts=starts,
-            reach=outcome.tokens.shape[1],
+            reach=reach,
         )
 
     def verify(
@@ -136,7 +140,7 @@ class SpeculativeRows:
         """
         if drafts is None:
             drafts = mx.zeros((len(self), 0), dtype=mx.int32)
-        logits = self._forward(anchors, drafts)
+        logits = self._forward(mx.concatenate([anchors[:, None], drafts], axis=1))
         chosen = choose(logits, 0)
         return Verification(chosen, count_matches(drafts, chosen, _bound(lengths)), logits)
 
@@ -157,7 +161,7 @@ class SpeculativeRows:
         """
         if draft.logits is None:
             raise ValueError("rejection sampling needs the drafter's logits: keep_logits=True")
-        logits = self._forward(anchors, draft.tokens)
+        logits = self._forward(mx.concatenate([anchors[:, None], draft.tokens], axis=1))
         count = draft.tokens.shape[1]
         folded = mx.array([(seed ^ seed >> 32) & 0xFFFFFFFF for seed in seeds], dtype=mx.uint32)
         first = mx.array(self.lengths, dtype=mx.int32)[:, None] + 1
@@ -175,8 +179,7 @@ class SpeculativeRows:
         tokens = mx.where(places, drawn, mx.pad(draft.tokens, [(0, 0), (0, 1)]))
         return Verification(tokens, accepted, logits)
 
-    def _forward(self, anchors: mx.array, drafts: mx.array) -> mx.array:
-        tokens = mx.concatenate([anchors[:, None], drafts], axis=1)
+    def _forward(self, tokens: mx.array) -> mx.array:
         logits = self._target.forward(tokens, self.batch)
         self._drafter.extend(self.context, self._taps.take())
         return logits
@@ -199,15 +202,18 @@ class SpeculativeRows:
         return moved
 
 
-def chooser(rows: Sequence[RowSampling], lengths: Sequence[int]) -> Choose:
+def chooser(rows: Sequence[RowSampling], lengths: Sequence[int] | mx.array) -> Choose:
     """The `Choose` of rows whose anchors are at `lengths`: noise and filters of each request.
 
-    Rows with penalties cannot speculate: their logits depend on the tokens in between.
+    `lengths` may be an array [R] that nobody has read. Rows with penalties cannot speculate:
+    their logits depend on the tokens in between.
     """
-    after_anchor = [length + 1 for length in lengths]
 
     def choose_columns(logits: mx.array, column: int) -> mx.array:
-        return choose(logits, rows, [position + column for position in after_anchor])
+        first = 1 + column
+        if isinstance(lengths, mx.array):
+            return choose(logits, rows, lengths + first)
+        return choose(logits, rows, [length + first for length in lengths])
 
     return choose_columns
 

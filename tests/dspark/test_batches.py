@@ -206,26 +206,56 @@ def test_contexts_of_a_batch_are_those_of_each_row(family: str) -> None:
             decoding.round(7)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_draft_may_start_where_the_host_has_not_looked(family: str) -> None:
+def test_a_draft_may_start_where_the_host_has_not_looked(
+    family: str, count: int, temperature: float
+) -> None:
     """The next block is built from the verification's outcome before anything is read."""
-    chained = Decoding(family, drafter_of(family), None)
-    for name, prompt in enumerate(prompts(family, 5)):
+    samplings = [Sampling(temperature=temperature, seed=90 + name) for name in range(count)]
+    chained = Decoding(family, drafter_of(family), samplings)
+    for name, prompt in enumerate(prompts(family, count)):
         chained.join(name, prompt)
     # Drafters are trained on anchors inside answers, not on the prompt's last token.
     chained.round(0)
-    rows = chained.rows
+    rows, choose = chained.rows, chained.choose()
     anchors = mx.array(chained.anchors, dtype=mx.int32)
-    outcome = rows.verify(anchors, rows.draft(anchors).tokens)
-    ahead = rows.draft_ahead(outcome)
+    outcome = rows.verify(anchors, rows.draft(anchors, choose=choose).tokens, choose=choose)
+    following = mx.take_along_axis(outcome.tokens, outcome.accepted[:, None], axis=1)[:, 0]
+    starts = mx.array(rows.lengths) + outcome.accepted + 1
+    settings = [RowSampling(one, 512, []) for one in samplings]
+    ahead = rows.draft(
+        following, choose=chooser(settings, starts), starts=starts, reach=rows.block_size + 1
+    )
     accepted = outcome.accepted.tolist()
-    assert len(set(accepted)) > 1
-    rows.commit([count + 1 for count in accepted])
-    following = [outcome.tokens[row, count].item() for row, count in enumerate(accepted)]
-    after = rows.draft(mx.array(following))
+    assert count == 1 or len(set(accepted)) > 1
+    rows.commit([number + 1 for number in accepted])
+    assert rows.lengths == starts.tolist()
+    after = rows.draft(mx.array(following.tolist()), choose=chooser(settings, rows.lengths))
     assert ahead.tokens.tolist() == after.tokens.tolist()
     assert ahead.confidence_logits is not None and after.confidence_logits is not None
     assert mx.abs(ahead.confidence_logits - after.confidence_logits).max().item() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_decode_keeps_the_context_in_step(family: str) -> None:
+    given = prompts(family, 2)
+    decoding = Decoding(family, drafter_of(family), None)
+    for name, prompt in enumerate(given):
+        decoding.join(name, prompt)
+    plain = decoding.rows
+    for _ in range(3):
+        logits = plain.decode(mx.array(decoding.anchors)[:, None])
+        decoding.anchors = mx.argmax(logits[:, 0], axis=-1).tolist()
+        for name, token in enumerate(decoding.anchors):
+            decoding.produced[name].append(token)
+    assert plain.lengths == plain.context.lengths == [len(prompt) + 2 for prompt in given]
+    decoding.round(7)
+    assert decoding.accepted > 0
+    for name, tokens in decoding.produced.items():
+        shared = min(TOKENS, len(tokens))
+        assert tokens[:shared] == serial(family)[name][:shared]
 
 
 def test_memory_is_what_was_foretold() -> None:
