@@ -253,3 +253,13 @@ def test_any_record_with_the_fields_will_do() -> None:
         logit_bias: dict[int, float] = {}
 
     assert RowSampling(Other(), VOCABULARY, []).greedy
+
+
+def test_a_filter_does_not_touch_a_row_without_it() -> None:
+    """Tokens so rare that they vanish in the sum of the others survive a neighbour's filter."""
+    logits = mx.broadcast_to(mx.array([0.0, -1.0, -30.0, -40.0]), (2, 1, 4))
+    for fields in ({"top_p": 0.5}, {"top_k": 1}, {"min_p": 0.9}):
+        rows = [RowSampling(Sampling(**more), 4, []) for more in (fields, {})]
+        scores = _filtered(logits, rows)[:, 0].tolist()
+        assert [score > -math.inf for score in scores[0]] == [True, False, False, False]
+        assert scores[1] == [0.0, -1.0, -30.0, -40.0]
