@@ -61,6 +61,19 @@ class RowBatch:
             raise ValueError(f"a row is opened in an empty batch; this one has {len(self)}")
         self._positions.change([0])
 
+    def fill_with_noise(self, rows: int, length: int, like: RowBatch) -> None:
+        """Make `rows` rows of `length` random tokens in a batch that has none.
+
+        For measuring what a depth costs without reading a prompt of that length. `like` is a
+        batch of the same model that has seen a forward: it knows the shapes.
+        """
+        if len(self):
+            raise ValueError(f"noise goes into an empty batch; this one has {len(self)} rows")
+        self._positions.change([0] * rows)
+        for cache, known in zip(self.caches, like.caches, strict=True):
+            cache.update_and_fetch(*known.noise(rows, length))
+        self.advance([length] * rows)
+
     def advance(self, counts: Sequence[int]) -> None:
         """Commit the first `counts[r]` tokens of the last forward for each row r.
 

@@ -55,6 +55,12 @@ class RowBuffer:
             raise RuntimeError("the shape of a cache is unknown before the first forward")
         return row_capacity(rows) * self.heads * slots * self.dim * self.dtype.size
 
+    def noise(self, rows: int, width: int) -> mx.array:
+        """Random entries [R, H, W, D] like those that were written here."""
+        if self.dtype is None:
+            raise RuntimeError("the shape of a cache is unknown before the first forward")
+        return mx.random.normal((rows, self.heads, width, self.dim), dtype=self.dtype)
+
     def reserve(self, rows: int, slots: int, like: mx.array) -> mx.array:
         """Make room for `rows` rows of exactly `slots` slots, shaped as `like` [*, H, *, D].
 

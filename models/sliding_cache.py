@@ -95,6 +95,10 @@ class SlidingCache:
         for buffer in (self._keys, self._values):
             buffer.keep(rows, self._slots_for(longest))
 
+    def noise(self, rows: int, width: int) -> tuple[mx.array, mx.array]:
+        """Random keys and values [R, H, W, D] of the shapes that this cache has seen."""
+        return self._keys.noise(rows, width), self._values.noise(rows, width)
+
     def state(self) -> list[mx.array]:
         """The arrays to evaluate."""
         arrays = [b.array for b in (self._keys, self._values) if b.array is not None]

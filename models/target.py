@@ -81,6 +81,12 @@ class Target:
         """A batch without rows for this model."""
         return RowBatch(self.model)
 
+    def noise_batch(self, rows: int, length: int) -> RowBatch:
+        """`rows` rows of `length` random tokens, for measuring what a depth costs."""
+        batch = self.new_batch()
+        batch.fill_with_noise(rows, length, self._probe)
+        return batch
+
     def forward(self, tokens: mx.array, batch: RowBatch) -> mx.array:
         """Logits [R, W, V] of the next `tokens`, int32 [R, W]. Lazy; does not advance."""
         logits: mx.array = self.model(tokens, cache=batch.caches)

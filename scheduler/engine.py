@@ -17,6 +17,7 @@ from pathlib import Path
 
 from models import blas
 from models.checkpoint import CheckpointError
+from models.dspark.configuration import DrafterError
 from scheduler.engine_link import EngineLink
 from scheduler.messages import PROTOCOL_VERSION, Configure, Fault, Loading, Ready
 from scheduler.step_policy import StepPolicy
@@ -35,7 +36,7 @@ def main() -> int:
     link = EngineLink(arguments.socket)
     try:
         return _serve(link)
-    except CheckpointError as error:
+    except (CheckpointError, DrafterError) as error:
         link.send(Fault(str(error), restartable=False))
         return os.EX_DATAERR
     except Exception as error:
@@ -61,6 +62,7 @@ def _serve(link: EngineLink) -> int:
     # MLX takes its BLAS from what the process has loaded when it is first imported.
     from models.backend import device_kind, device_name
     from models.target import Target
+    from scheduler.speculation import load_pair
     from scheduler.step_loop import StepLoop
     from scheduler.warm import warm
 
@@ -68,7 +70,17 @@ def _serve(link: EngineLink) -> int:
     policy = StepPolicy(configure.prefill_milliseconds / 1000.0)
     link.send(Loading("warm"))
     warm(target, policy.pace)
-    loop = StepLoop(target, link, policy)
+    pair = None
+    if configure.draft is not None:
+        link.send(Loading("measure"))
+        pair = load_pair(
+            target,
+            configure.draft,
+            maximum_rows=configure.maximum_rows,
+            blas=blas_name,
+            progress=lambda share: link.send(Loading(f"measure {share:.0%}")),
+        )
+    loop = StepLoop(target, pair, link, policy)
     link.start_heartbeat(loop.heartbeat)
     link.send(
         Ready(
@@ -82,6 +94,8 @@ def _serve(link: EngineLink) -> int:
             kv_bytes_per_token=target.kv_bytes_per_token,
             weight_bytes=target.weight_bytes,
             load_seconds=time.perf_counter() - started,
+            drafter_bytes=pair.drafter.weight_bytes if pair else 0,
+            draft_context_bytes_per_token=pair.drafter.context_bytes_per_token if pair else 0,
         )
     )
     loop.run()

@@ -46,6 +46,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
 
 
+class LaneChoice(enum.StrEnum):
+    """Which lane a request may use: `auto` lets the engine decide."""
+
+    AUTO = "auto"
+    SERIAL = "serial"
+
+
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """A request as a replayable prefix: `prompt` + `produced`, and how to go on.
 
@@ -60,6 +67,27 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     max_tokens: int
     stop_tokens: list[int]
     logprobs: int | None = None
+    lane: LaneChoice = LaneChoice.AUTO
+
+
+class DraftConfigure(msgspec.Struct, frozen=True, kw_only=True):
+    """How to speculate. `drafter` is a folder.
+
+    `bits` is 4, 8 or 16; `own_head` keeps the drafter's own embedding and head. `always` never
+    parks; `maximum_draft_tokens` caps a row's drafts; `confidence_threshold` over 0 replaces
+    the choice by cost; `rejection` is the other acceptance rule. Measured costs are kept in
+    `costs_folder`.
+    """
+
+    drafter: str
+    bits: int = 4
+    group_size: int = 64
+    own_head: bool = False
+    always: bool = False
+    maximum_draft_tokens: int | None = None
+    confidence_threshold: float = 0.0
+    rejection: bool = False
+    costs_folder: str | None = None
 
 
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
@@ -74,6 +102,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     precision: str = "auto"
     maximum_rows: int = 8
     prefill_milliseconds: float = 100.0
+    draft: DraftConfigure | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -94,13 +123,39 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+class Speculation(msgspec.Struct, frozen=True, array_like=True):
+    """What speculation did for one request: rounds, tokens drafted for it and accepted."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+
+
+class RoundRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One speculative round over all its rows. `width` counts the anchor.
+
+    `accepted_by_position` counts rows whose draft at that place was accepted; `draft_seconds`
+    is the draft's share of the step, by its measured cost.
+    """
+
+    width: int
+    drafted: int
+    accepted: int
+    accepted_by_position: list[int]
+    draft_seconds: float
+
+
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """What one step produced for one request. A stop token is included in `tokens`."""
+    """What one step produced for one request. A stop token is included in `tokens`.
+
+    `speculation` comes with the last output of a request that was in the speculative lane.
+    """
 
     request_id: int
     tokens: list[int]
     finish: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
+    speculation: Speculation | None = None
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
@@ -132,11 +187,13 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     kv_bytes_per_token: int
     weight_bytes: int
     load_seconds: float
+    drafter_bytes: int = 0
+    draft_context_bytes_per_token: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """The record of one step. `tokens` counts input tokens; `started` lists the requests
-    whose prefill began with it."""
+    whose prefill began with it; `parked_rows` could draft and do not, because it does not pay."""
 
     kind: StepKind
     seconds: float
@@ -144,6 +201,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     tokens: int
     outputs: list[Output] = []
     started: list[int] = []
+    round: RoundRecord | None = None
+    parked_rows: int = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import time
 
-import mlx.core as mx
-
 from models.backend import memory_counters
-from models.decode_rows import TargetRows
 from models.target import Target
 from scheduler.engine_link import EngineLink
+from scheduler.lanes import Lanes, LaneStep
 from scheduler.messages import (
     Cancel,
     Configure,
@@ -28,20 +26,21 @@ from scheduler.messages import (
 )
 from scheduler.prefill import PrefillQueue, Prompt
 from scheduler.row import Row
-from scheduler.serial_lane import SerialLane
+from scheduler.speculation import Pair
 from scheduler.step_policy import Decision, StepPolicy, Turn
 
 
 class StepLoop:
     """Runs until a `Shutdown` arrives."""
 
-    def __init__(self, target: Target, link: EngineLink, policy: StepPolicy) -> None:
+    def __init__(
+        self, target: Target, pair: Pair | None, link: EngineLink, policy: StepPolicy
+    ) -> None:
         self._target = target
         self._link = link
         self._policy = policy
         self._prefill = PrefillQueue()
-        self._serial_rows = TargetRows(target)
-        self._serial = SerialLane(self._serial_rows)
+        self._lanes = Lanes(target, pair)
         self._steps = 0
         self._memory = Memory(*memory_counters())
         self._last_step_end = time.perf_counter()
@@ -49,7 +48,7 @@ class StepLoop:
 
     def heartbeat(self) -> Heartbeat:
         """A snapshot; called from the heartbeat thread, so it only reads plain attributes."""
-        pending = len(self._prefill) + len(self._serial)
+        pending = len(self._prefill) + len(self._lanes)
         return Heartbeat(steps=self._steps, pending=pending, memory=self._memory)
 
     def run(self) -> None:
@@ -57,10 +56,10 @@ class StepLoop:
         while not self._stopping:
             self._take_messages()
             self._step()
-        self._serial.collect()
+        self._lanes.finish_flights()
 
     def _take_messages(self) -> None:
-        idle = not self._prefill and not self._serial.busy
+        idle = not self._prefill and not self._lanes.busy
         if idle:
             # An engine with nothing to do blocks here and costs no processor time.
             message = self._link.receive(wait=True)
@@ -77,7 +76,7 @@ class StepLoop:
                 self._submit(message)
             case Cancel(request_id):
                 if self._prefill.remove(request_id) is None:
-                    self._serial.cancel(request_id)
+                    self._lanes.cancel(request_id)
             case Shutdown() | Configure():
                 self._stopping = True
 
@@ -89,7 +88,7 @@ class StepLoop:
             self._link.send(Rejected(submit.request_id, str(error)))
             return
         tokens = submit.prompt + submit.produced
-        prompt = self._prefill.add(row, tokens, TargetRows(self._target))
+        prompt = self._prefill.add(row, tokens, self._lanes.rows_for(row, submit.lane))
         if prompt.tokens_left == 0:
             self._join(prompt)
 
@@ -111,37 +110,43 @@ class StepLoop:
 
     def _join(self, prompt: Prompt) -> None:
         self._prefill.remove(prompt.row.request_id)
-        assert isinstance(prompt.rows, TargetRows)
-        self._serial_rows.join(prompt.rows)
-        self._serial.add([prompt.row], mx.array([[prompt.tokens[-1]]], dtype=mx.int32))
+        outputs = self._lanes.join(prompt)
+        if outputs:
+            self._report_decode(LaneStep(StepKind.SERIAL, 0, 0, outputs))
 
     def _step(self) -> None:
-        decision = self._policy.decide(self._prefill.waiting(), len(self._serial))
+        decision = self._policy.decide(self._prefill.waiting(), len(self._lanes))
         match decision.turn:
             case Turn.DECODE:
                 self._decode()
             case Turn.PREFILL:
                 self._read_prompt(decision)
-            case Turn.IDLE if self._serial.busy:
-                self._finish_flights()
+            case Turn.IDLE if self._lanes.busy:
+                self._report_decode(self._lanes.finish_flights())
 
     def _decode(self) -> None:
-        rows = self._serial.launch()
-        outputs = self._serial.collect(keep=1)
-        self._report(
-            Step(kind=StepKind.SERIAL, seconds=self._lap(), rows=rows, tokens=rows, outputs=outputs)
-        )
+        step = self._lanes.step()
+        self._lanes.observe(step, self._report_decode(step))
 
-    def _finish_flights(self) -> None:
-        outputs = self._serial.collect()
+    def _report_decode(self, step: LaneStep) -> float:
+        seconds = self._lap()
         self._report(
-            Step(kind=StepKind.SERIAL, seconds=self._lap(), rows=0, tokens=0, outputs=outputs)
+            Step(
+                kind=step.kind,
+                seconds=seconds,
+                rows=step.rows,
+                tokens=step.tokens,
+                outputs=step.outputs,
+                round=step.round,
+                parked_rows=self._lanes.parked_rows,
+            )
         )
+        return seconds
 
     def _read_prompt(self, decision: Decision) -> None:
-        if self._serial.busy:
+        if self._lanes.busy:
             # Tokens that are ready must not wait for the chunk.
-            self._finish_flights()
+            self._report_decode(self._lanes.finish_flights())
         request_id = decision.request_id
         try:
             prompt = self._prefill.read(request_id, decision.tokens)

@@ -97,3 +97,28 @@ class StepPolicy:
         budget = self.prefill_seconds * (1.0 if decoding_rows else LONE_BUDGET_FACTOR)
         tokens = min(prompt.tokens_left, self.pace.chunk(budget))
         return Decision(Turn.PREFILL, prompt.request_id, tokens)
+
+
+@dataclass
+class LaneShare:
+    """Which of two lanes decodes next when both have rows.
+
+    A lane's share of time is proportional to its rows: what a step took is divided by the
+    rows it served, and the lane that has had less goes first. A lane that was empty does not
+    catch up on the time it did not ask for.
+    """
+
+    _served: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def choose(self, rows: Sequence[int]) -> int:
+        """The index of the lane to step; `rows` holds the rows of each, not all zero."""
+        busy = [lane for lane, count in enumerate(rows) if count]
+        if len(busy) == 1:
+            # The other starts level whenever it gets rows.
+            self._served = [0.0, 0.0]
+            return busy[0]
+        return min(busy, key=lambda lane: self._served[lane])
+
+    def observe(self, lane: int, seconds: float, rows: int) -> None:
+        """A step of `lane` took `seconds` for its `rows`."""
+        self._served[lane] += seconds / max(rows, 1)

@@ -84,11 +84,13 @@ def cheapest_width(
     *,
     limits: Sequence[int] | None = None,
     widths: Iterable[int] | None = None,
+    must_draft: bool = False,
 ) -> WidthChoice:
     """The width with the most expected tokens per second, 1 included.
 
     `limits[r]` is the most drafts that row r can use: what is left of its budget, less the
-    token it gets anyway. `widths` restricts the search. Of equals the narrowest wins.
+    token it gets anyway. `widths` restricts the search; `must_draft` leaves width 1 out as long as
+    some row has drafts that it can use. Of equals the narrowest wins.
     """
     if not survival:
         raise ValueError("a width needs at least one row")
@@ -111,7 +113,11 @@ def cheapest_width(
                 seconds=costs.round_seconds(rows, width),
             )
         )
-    return max(choices, key=lambda choice: choice.tokens_per_second)
+    drafting = [choice for choice in choices if any(choice.lengths)]
+    return max(
+        drafting if must_draft and drafting else choices,
+        key=lambda choice: choice.tokens_per_second,
+    )
 
 
 def early_stop_lengths(

@@ -17,6 +17,7 @@ from scheduler.messages import (
     FinishReason,
     FromEngine,
     Heartbeat,
+    LaneChoice,
     Loading,
     Output,
     Ready,
@@ -86,6 +87,7 @@ def submit(
     max_tokens: int = 16,
     stop_tokens: list[int] | None = None,
     logprobs: int | None = None,
+    lane: LaneChoice = LaneChoice.AUTO,
     **sampling: object,
 ) -> Submit:
     """A greedy request unless sampling parameters say otherwise."""
@@ -97,6 +99,7 @@ def submit(
         max_tokens=max_tokens,
         stop_tokens=stop_tokens or [],
         logprobs=logprobs,
+        lane=lane,
     )
 
 

@@ -7,6 +7,7 @@ from scheduler.step_policy import (
     CHUNK_QUANTUM,
     MAXIMUM_CHUNK,
     OLDEST_EVERY,
+    LaneShare,
     PrefillPace,
     StepPolicy,
     Turn,
@@ -87,3 +88,26 @@ def test_the_pace_follows_what_is_measured() -> None:
     for _ in range(40):
         pace.observe(512, 0.5)
     assert abs(pace.tokens_per_second - 1024.0) < 1.0
+
+
+def test_a_lane_alone_is_stepped() -> None:
+    share = LaneShare()
+    assert [share.choose([0, 3]), share.choose([2, 0])] == [1, 0]
+
+
+@given(
+    costs=st.tuples(st.floats(0.001, 0.1), st.floats(0.001, 0.1)),
+    rows=st.tuples(st.integers(1, 16), st.integers(1, 16)),
+)
+def test_both_lanes_get_time_in_proportion_to_their_rows(
+    costs: tuple[float, float], rows: tuple[int, int]
+) -> None:
+    share = LaneShare()
+    seconds = [0.0, 0.0]
+    for _ in range(4000):
+        lane = share.choose(rows)
+        seconds[lane] += costs[lane]
+        share.observe(lane, costs[lane], rows[lane])
+    per_row = [seconds[lane] / rows[lane] for lane in (0, 1)]
+    step = max(costs[lane] / rows[lane] for lane in (0, 1))
+    assert abs(per_row[0] - per_row[1]) <= step + 1e-9

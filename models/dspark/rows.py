@@ -76,6 +76,16 @@ class SpeculativeRows:
         self.batch.open_row()
         self.context.open_row()
 
+    def fill_with_noise(self, rows: int, length: int) -> None:
+        """Make `rows` rows of `length` random tokens, among none, for measuring costs."""
+        self.batch = self._target.noise_batch(rows, length)
+        self.context = self._drafter.new_context()
+        self.context.lengths = [0] * rows
+        width = self._drafter.configuration.tap_width
+        self._drafter.extend(self.context, mx.random.normal((rows, length, width)))
+        self.context.advance([length] * rows)
+        mx.eval(self.batch.state(), self.context.state())
+
     def prefill(self, tokens: mx.array) -> None:
         """Read a chunk of a prompt, int32 [1, W], into a batch of one row, and wait.
 

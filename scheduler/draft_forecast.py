@@ -1,0 +1,58 @@
+"""How likely each row's drafts are to be accepted.
+
+Owns the running acceptance of every row in the speculative lane; runs on the engine's MLX
+thread and touches no array. A calibrated drafter is believed: its confidences, temperature
+scaled, are probabilities. An uncalibrated one is not: what its drafts are granted follows from
+how many of them were accepted, by position, first of all rows and soon of the row itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from models.calibration import Calibration
+from scheduler.acceptance_record import AcceptanceRecord
+
+
+class DraftForecast:
+    """Survival of drafts by row. `threshold` over 0 is DeepSpec's rule: drafts before the first
+    confidence under it are taken for certain, the others for hopeless."""
+
+    def __init__(
+        self, block_size: int, calibration: Calibration | None, threshold: float = 0.0
+    ) -> None:
+        self._block_size = block_size
+        self._calibration = calibration
+        self._threshold = threshold
+        self._everyone = AcceptanceRecord(block_size)
+        self._rows: dict[int, AcceptanceRecord] = {}
+
+    def survival(self, request_id: int, confidence_logits: Sequence[float] | None) -> list[float]:
+        """Chance that the row accepts its first k drafts, for k from 1."""
+        if confidence_logits is not None and self._threshold > 0:
+            bound = math.log(self._threshold) - math.log1p(-self._threshold)
+            sure = 0
+            while sure < len(confidence_logits) and confidence_logits[sure] >= bound:
+                sure += 1
+            return [1.0] * sure
+        if confidence_logits is not None and self._calibration is not None:
+            values: list[float] = self._calibration.survival(list(confidence_logits)).tolist()
+            return values
+        return self._record(request_id).survival()
+
+    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Learn from one row's round."""
+        self._everyone.observe(drafted, accepted)
+        self._record(request_id).observe(drafted, accepted)
+
+    def forget(self, request_id: int) -> None:
+        """The row has left."""
+        self._rows.pop(request_id, None)
+
+    def _record(self, request_id: int) -> AcceptanceRecord:
+        record = self._rows.get(request_id)
+        if record is None:
+            record = AcceptanceRecord(self._block_size, prior=self._everyone)
+            self._rows[request_id] = record
+        return record

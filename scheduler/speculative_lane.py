@@ -1,0 +1,363 @@
+"""The speculative lane: draft, verify, commit, for rows of any length at once.
+
+Owns the lane's rows and their pending drafts; runs on the engine's MLX thread. The next draft is
+chained behind the verification on the device, from an anchor and a position that the host has
+not seen, so a round has one read: tokens, accepted counts and the next drafts' confidences
+together. From those the width of the next verification is chosen. When drafting does not pay
+the rows park: they go on in plain decode, a step ahead of the host like any serial row and at
+its price, and probe again later. Acceptance is coupled unless rejection is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from models.dspark.drafter import Draft
+from models.dspark.rows import SpeculativeRows
+from models.sampling import choose, distribution
+from scheduler.draft_forecast import DraftForecast
+from scheduler.messages import Output, RoundRecord, Speculation
+from scheduler.parking import Parking
+from scheduler.round_costs import RoundCosts
+from scheduler.row import Row, StepLogprobs
+from scheduler.serial_lane import SerialLane
+from scheduler.width_policy import WidthChoice, cheapest_width, early_stop_lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationSettings:
+    """How the lane speculates.
+
+    `always` never parks and never verifies a lone anchor while drafts are there. `cap` is the
+    most drafts a row is given. `threshold` over 0 is DeepSpec's rule instead of the costs:
+    drafts from the first confidence under it on are not verified.
+    """
+
+    always: bool = False
+    cap: int | None = None
+    threshold: float = 0.0
+    rejection: bool = False
+
+
+@dataclass(eq=False)
+class Tally:
+    """What speculation did for one row."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class SpeculativeLane:
+    """Rows that draft. `state` holds their caches and is the lane's alone."""
+
+    def __init__(
+        self,
+        state: SpeculativeRows,
+        forecast: DraftForecast,
+        costs: RoundCosts,
+        settings: SpeculationSettings,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._state = state
+        self._forecast = forecast
+        self._costs = costs
+        self._settings = settings
+        self._clock = clock
+        # A fixed rule decides what is verified: costs have no say, so nothing parks.
+        self._forced = settings.always or settings.threshold > 0
+        self._cap = min(settings.cap or state.block_size, state.block_size)
+        self._rows: list[Row] = []
+        self._tallies: dict[int, Tally] = {}
+        self._anchors: mx.array | None = None
+        self._draft: Draft | None = None
+        self._survival: list[list[float]] = []
+        self._plain = SerialLane(state)
+        self._parking = Parking(clock)
+
+    def __len__(self) -> int:
+        return len(self._rows) + len(self._plain)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to run or to collect."""
+        return bool(self._rows) or self._plain.busy
+
+    @property
+    def parked(self) -> bool:
+        """Whether the rows decode plainly for now."""
+        return self._parking.parked
+
+    @property
+    def parked_seconds(self) -> float:
+        """All the time that the lane has been parked."""
+        return self._parking.parked_seconds
+
+    def join(self, row: Row, rows: SpeculativeRows, anchor: int) -> list[Output]:
+        """Take over a prefilled one-row `rows` whose next input is the token `anchor`.
+
+        Returns what a step in flight had still to say.
+        """
+        outputs = self._unpark()
+        self._state.join(rows)
+        token = mx.array([anchor], dtype=mx.int32)
+        self._anchors = token if self._anchors is None else mx.concatenate([self._anchors, token])
+        if self._draft is not None:
+            self._draft = _with_empty_row(self._draft)
+        # It has no drafts yet: its first round gives it its first token.
+        self._survival.append([])
+        self._rows.append(row)
+        self._tallies[row.request_id] = Tally()
+        return outputs
+
+    def cancel(self, request_id: int) -> bool:
+        """Drop a row at once. False when the lane does not hold it."""
+        if self._plain.cancel(request_id):
+            return True
+        for index, row in enumerate(self._rows):
+            if row.request_id == request_id:
+                self._leave([index])
+                return True
+        return False
+
+    def step(self) -> tuple[list[Output], RoundRecord | None]:
+        """Run a round, or a plain step while parked. The record is of a round only."""
+        if self._plain.rows and not self._parking.probing:
+            self._plain.launch()
+            return self._with_tallies(self._plain.collect(keep=1)), None
+        outputs = self._unpark()
+        if not self._rows:
+            return outputs, None
+        if self._draft is None and any(row.produced for row in self._rows):
+            self._draft_now()
+        choice = self._choose()
+        pays = choice.width > 1
+        fresh = self._draft is None
+        if not fresh and not self._forced:
+            self._parking.observe(pays, self._costs.draft_seconds(len(self._rows)))
+        if self._parking.parked:
+            self._park()
+            self._plain.launch()
+            return outputs, None
+        found, record = self._round(choice)
+        return outputs + found, record
+
+    def finish_flights(self) -> list[Output]:
+        """What plain steps in flight have to say, before the device does something else."""
+        return self._with_tallies(self._plain.collect())
+
+    # Rounds
+
+    def _choose(self) -> WidthChoice:
+        """The width of the next verification and each row's drafts in it."""
+        rows = self._rows
+        limits = [row.maximum - row.produced - 1 for row in rows]
+        depth = max(self._state.lengths)
+        if self._settings.threshold > 0 or not any(self._survival):
+            # By the threshold the forecast is cut already; without drafts there is no choice.
+            lengths = [min(len(s), n) for s, n in zip(self._survival, limits, strict=True)]
+            return WidthChoice(
+                width=1 + max(lengths),
+                lengths=lengths,
+                expected_tokens=float(len(rows)),
+                seconds=1.0,
+            )
+        if self._settings.rejection:
+            speed = self._costs.rounds_per_second(depth, len(rows))
+            lengths, _ = early_stop_lengths(self._survival, speed)
+            lengths = [min(a, max(b, 0)) for a, b in zip(lengths, limits, strict=True)]
+            return WidthChoice(
+                width=1 + max(lengths), lengths=lengths, expected_tokens=1.0, seconds=1.0
+            )
+        costs = self._costs.table(depth)
+        widths = [width for width in costs.widths() if width <= 1 + self._cap]
+        return cheapest_width(
+            self._survival,
+            costs,
+            limits=limits,
+            widths=widths,
+            must_draft=self._settings.always,
+        )
+
+    def _round(self, choice: WidthChoice) -> tuple[list[Output], RoundRecord]:
+        assert self._anchors is not None
+        started = self._clock()
+        rows, state = self._rows, self._state
+        samplings = [row.sampling for row in rows]
+        positions = [row.position for row in rows]
+        drafts = None
+        if choice.width > 1 and self._draft is not None:
+            drafts = self._draft.tokens[:, : choice.width - 1]
+        if self._settings.rejection and drafts is not None:
+            assert self._draft is not None and self._draft.logits is not None
+            verification = state.verify_rejecting(
+                self._anchors,
+                Draft(drafts, None, self._draft.logits[:, : choice.width - 1]),
+                distribution=lambda logits, _: distribution(logits, samplings),
+                seeds=[row.sampling.seed for row in rows],
+                lengths=choice.lengths,
+            )
+        else:
+            verification = state.verify(
+                self._anchors,
+                drafts,
+                lengths=choice.lengths if drafts is not None else None,
+                choose=lambda logits, column: choose(
+                    logits, samplings, [position + column for position in positions]
+                ),
+            )
+        accepted = verification.accepted
+        anchors = mx.take_along_axis(verification.tokens, accepted[:, None], axis=1)[:, 0]
+        starts = mx.array(positions, dtype=mx.int32) + accepted
+        draft = self._chain(samplings, anchors, starts, choice.width)
+        logprobs = StepLogprobs(rows, verification.logits, verification.tokens)
+        confidences = draft.confidence_logits
+        mx.eval(
+            verification.tokens,
+            accepted,
+            draft.tokens,
+            *([] if confidences is None else [confidences]),
+            *logprobs.arrays,
+        )
+        tokens: list[list[int]] = verification.tokens.tolist()  # type: ignore[assignment]
+        counts: list[int] = accepted.tolist()  # type: ignore[assignment]
+        state.commit([count + 1 for count in counts])
+        self._anchors, self._draft = anchors, draft
+        seconds = self._clock() - started
+        lengths = choice.lengths if drafts is not None else [0] * len(rows)
+        outputs = self._take(tokens, counts, lengths, logprobs)
+        record = RoundRecord(
+            width=choice.width,
+            drafted=sum(lengths),
+            accepted=sum(counts),
+            accepted_by_position=[
+                sum(count > place for count in counts) for place in range(max(lengths))
+            ],
+            draft_seconds=min(seconds, self._costs.draft_seconds(len(rows))),
+        )
+        self._read_forecast(confidences)
+        self._leave([i for i, output in enumerate(outputs) if output.finish is not None])
+        return self._with_tallies(outputs), record
+
+    def _take(
+        self,
+        tokens: list[list[int]],
+        counts: list[int],
+        lengths: Sequence[int],
+        logprobs: StepLogprobs,
+    ) -> list[Output]:
+        outputs = []
+        details = logprobs.read()
+        for index, row in enumerate(self._rows):
+            committed = counts[index] + 1
+            row.position += committed
+            output = row.take(tokens[index][:committed], details[index])
+            row.launched = row.produced
+            tally = self._tallies[row.request_id]
+            tally.rounds += 1
+            tally.drafted += lengths[index]
+            tally.accepted += counts[index]
+            self._forecast.observe(row.request_id, lengths[index], counts[index])
+            outputs.append(output)
+        return outputs
+
+    def _chain(
+        self,
+        samplings: list[object],
+        anchors: mx.array,
+        starts: mx.array,
+        reach: int,
+    ) -> Draft:
+        """The draft behind `anchors`, whose values and places nobody has read."""
+        return self._state.draft(
+            anchors,
+            cap=self._cap,
+            choose=lambda logits, column: choose(logits, samplings, starts + (1 + column)),  # type: ignore[arg-type]
+            keep_logits=self._settings.rejection,
+            starts=starts,
+            reach=reach,
+        )
+
+    def _draft_now(self) -> None:
+        """A draft behind anchors that are committed, for rows that come out of parking."""
+        assert self._anchors is not None
+        starts = mx.array([row.position - 1 for row in self._rows], dtype=mx.int32)
+        self._draft = self._chain([row.sampling for row in self._rows], self._anchors, starts, 0)
+        confidences = self._draft.confidence_logits
+        mx.eval(self._draft.tokens, *([] if confidences is None else [confidences]))
+        self._read_forecast(confidences)
+
+    def _read_forecast(self, confidences: mx.array | None) -> None:
+        values = None if confidences is None else confidences.tolist()
+        self._survival = [
+            self._forecast.survival(
+                row.request_id,
+                None if values is None else values[index],  # type: ignore[index,arg-type]
+            )[: self._cap]
+            for index, row in enumerate(self._rows)
+        ]
+
+    # Rows that come, go and park
+
+    def _leave(self, indices: Sequence[int]) -> None:
+        for index in sorted(indices, reverse=True):
+            last = len(self._rows) - 1
+            self._state.leave(index)
+            order = list(range(last))
+            if index != last:
+                order[index] = last
+            self._forecast.forget(self._rows[index].request_id)
+            self._rows[index].live = False
+            self._rows = [self._rows[place] for place in order]
+            self._survival = [self._survival[place] for place in order]
+            if not order:
+                self._anchors, self._draft = None, None
+                continue
+            assert self._anchors is not None
+            kept = mx.array(order)
+            self._anchors = self._anchors[kept]
+            if self._draft is not None:
+                self._draft = Draft(*(None if a is None else a[kept] for a in self._draft))
+
+    def _park(self) -> None:
+        assert self._anchors is not None
+        rows, anchors = self._rows, self._anchors
+        self._rows, self._anchors, self._draft, self._survival = [], None, None, []
+        self._plain.add(rows, anchors[:, None])
+
+    def _unpark(self) -> list[Output]:
+        """Bring the rows back from plain decode; what they had in flight is returned."""
+        outputs = self._with_tallies(self._plain.collect())
+        if self._plain.rows:
+            self._rows, anchors = self._plain.release()
+            self._anchors = anchors[:, 0]
+            self._survival = [[] for _ in self._rows]
+        return outputs
+
+    def _with_tallies(self, outputs: list[Output]) -> list[Output]:
+        """Finished outputs with what speculation did for their rows."""
+        return [output if output.finish is None else self._with_tally(output) for output in outputs]
+
+    def _with_tally(self, output: Output) -> Output:
+        tally = self._tallies.pop(output.request_id, None)
+        if tally is None:
+            return output
+        speculation = Speculation(tally.rounds, tally.drafted, tally.accepted)
+        return Output(output.request_id, output.tokens, output.finish, output.logprobs, speculation)
+
+
+def _with_empty_row(draft: Draft) -> Draft:
+    """The draft with one more row, of tokens that will not be verified."""
+
+    def grow(array: mx.array | None) -> mx.array | None:
+        if array is None:
+            return None
+        return mx.pad(array, [(0, 1)] + [(0, 0)] * (array.ndim - 1))
+
+    tokens = grow(draft.tokens)
+    assert tokens is not None
+    return Draft(tokens, grow(draft.confidence_logits), grow(draft.logits))
