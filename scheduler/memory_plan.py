@@ -8,6 +8,8 @@ single row of the length asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from scheduler.ledger import KvCost
@@ -59,12 +61,11 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     kv_budget: int
     transients: int
     process: int
-    reserve: int
     limit: MemoryLimit
 
     @property
     def total(self) -> int:
-        """What the engine may come to use; the reserve is left alone."""
+        """What the engine may come to use."""
         return self.weights + self.kv_budget + self.transients + self.process
 
 
@@ -73,28 +74,37 @@ class DoesNotFit(Exception):
 
 
 def plan_memory(needs: MemoryNeeds, limit: MemoryLimit, reserve: int) -> MemoryPlan:
-    """Share `limit` out. `reserve` bytes are kept free for whatever else runs."""
-    transients = prefill_transients(needs)
-    fixed = needs.weight_bytes + transients + PROCESS_BYTES + reserve
-    left = limit.bytes - fixed
-    minimum = needs.kv_cost.rectangle(1, needs.minimum_tokens)
-    if left < minimum:
-        raise DoesNotFit(
-            f"{needs.model} needs {_gigabytes(fixed + minimum)} ({_gigabytes(needs.weight_bytes)} "
-            f"of weights, {_gigabytes(minimum)} for one row of {needs.minimum_tokens} tokens, "
-            f"{_gigabytes(transients + PROCESS_BYTES)} to work with, {_gigabytes(reserve)} kept "
-            f"free); {limit.source} leaves {_gigabytes(limit.bytes)}; choose a smaller model or "
-            "precision, lower maximum_context or memory.reserve, or free memory"
+    """Share `limit` out for one model. `reserve` bytes are kept free for whatever else runs."""
+    return plan_together([needs], limit, reserve)[0]
+
+
+def plan_together(
+    models: Sequence[MemoryNeeds], limit: MemoryLimit, reserve: int
+) -> list[MemoryPlan]:
+    """Share `limit` out among models that are served at the same time, in their order.
+
+    Each gets what it needs at least; what is left is shared equally, and what one has no use
+    for goes to the others.
+    """
+    left = limit.bytes - reserve - sum(_least(needs) for needs in models)
+    if left < 0:
+        raise DoesNotFit(_refusal(models, limit, reserve))
+    budgets: dict[int, int] = {}
+    by_use = sorted(range(len(models)), key=lambda index: _useful(models[index]))
+    for done, index in enumerate(by_use):
+        share = min(left // (len(models) - done), _useful(models[index]))
+        budgets[index] = _minimum_row(models[index]) + share
+        left -= share
+    return [
+        MemoryPlan(
+            weights=needs.weight_bytes,
+            kv_budget=budgets[index],
+            transients=prefill_transients(needs),
+            process=PROCESS_BYTES,
+            limit=limit,
         )
-    most = needs.kv_cost.rectangle(needs.maximum_rows, needs.context_length)
-    return MemoryPlan(
-        weights=needs.weight_bytes,
-        kv_budget=min(left, most),
-        transients=transients,
-        process=PROCESS_BYTES,
-        reserve=reserve,
-        limit=limit,
-    )
+        for index, needs in enumerate(models)
+    ]
 
 
 def prefill_transients(needs: MemoryNeeds) -> int:
@@ -106,6 +116,37 @@ def prefill_transients(needs: MemoryNeeds) -> int:
     if shape.scores:
         row += shape.attention_heads * needs.context_length
     return min(needs.chunk_tokens, needs.context_length) * row * needs.element_bytes
+
+
+def _minimum_row(needs: MemoryNeeds) -> int:
+    return needs.kv_cost.rectangle(1, needs.minimum_tokens)
+
+
+def _least(needs: MemoryNeeds) -> int:
+    fixed = needs.weight_bytes + prefill_transients(needs) + PROCESS_BYTES
+    return fixed + _minimum_row(needs)
+
+
+def _useful(needs: MemoryNeeds) -> int:
+    """Bytes of keys and values beyond the minimum that all rows at full length could use."""
+    most = needs.kv_cost.rectangle(needs.maximum_rows, needs.context_length)
+    return max(most - _minimum_row(needs), 0)
+
+
+def _refusal(models: Sequence[MemoryNeeds], limit: MemoryLimit, reserve: int) -> str:
+    parts = []
+    for needs in models:
+        working = prefill_transients(needs) + PROCESS_BYTES
+        parts.append(
+            f"{needs.model} needs {_gigabytes(_least(needs))}: "
+            f"{_gigabytes(needs.weight_bytes)} of weights, {_gigabytes(_minimum_row(needs))} for "
+            f"one row of {needs.minimum_tokens} tokens, {_gigabytes(working)} to work with"
+        )
+    return (
+        f"not enough memory: {'; '.join(parts)}. {limit.source} leaves {_gigabytes(limit.bytes)}, "
+        f"of which memory.reserve_bytes keeps {_gigabytes(reserve)} free. Choose a smaller model "
+        "or precision, lower maximum_context or memory.reserve_bytes, or free memory"
+    )
 
 
 def _gigabytes(count: int) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daemon.configuration import MemorySection, ModelSection, Precision
+from daemon.exit_codes import ExitCode, SparklaneError
+from daemon.memory_budget import model_needs, plan_models
 from models import row_buffer
+from models.checkpoint import inspect
 from scheduler import ledger
 from scheduler.ledger import KvCost
 from scheduler.memory_plan import (
@@ -17,6 +23,7 @@ from scheduler.memory_plan import (
     MemoryLimit,
     MemoryNeeds,
     plan_memory,
+    plan_together,
     prefill_transients,
 )
 
@@ -37,7 +44,7 @@ SMALL = MemoryNeeds(
 def test_the_parts_add_up_to_the_limit_when_memory_is_short() -> None:
     limit = MemoryLimit(2 * GIGABYTE, "the machine")
     plan = plan_memory(SMALL, limit, reserve=100_000_000)
-    assert plan.total + plan.reserve == limit.bytes
+    assert plan.total + 100_000_000 == limit.bytes
     assert plan.weights == SMALL.weight_bytes
 
 
@@ -79,8 +86,20 @@ def test_a_plan_never_exceeds_its_limit_and_holds_one_row(
         plan = plan_memory(needs, MemoryLimit(limit, "the test"), reserve)
     except DoesNotFit:
         return
-    assert plan.total + plan.reserve <= limit
+    assert plan.total + reserve <= limit
     assert cost.longest(1, plan.kv_budget) >= needs.minimum_tokens
+
+
+def test_models_served_together_share_what_is_left() -> None:
+    modest = msgspec.structs.replace(SMALL, model="modest", maximum_rows=1)
+    alone = plan_memory(modest, MemoryLimit(1000 * GIGABYTE, "the machine"), reserve=0)
+    limit = MemoryLimit(6 * GIGABYTE, "the machine")
+    first, second, third = plan_together([SMALL, modest, SMALL], limit, reserve=10**8)
+    assert second.kv_budget == alone.kv_budget
+    assert abs(first.kv_budget - third.kv_budget) <= 1
+    assert first.total + second.total + third.total + 10**8 == pytest.approx(limit.bytes, abs=2)
+    with pytest.raises(DoesNotFit, match="modest needs"):
+        plan_together([SMALL, modest, SMALL], MemoryLimit(3 * GIGABYTE, "the machine"), 10**8)
 
 
 @given(tokens=st.integers(0, 1 << 20), rows=st.integers(0, 300))
@@ -104,3 +123,30 @@ def test_longest_is_the_inverse_of_the_rectangle(
     if longest:
         assert cost.rectangle(rows, longest) <= budget
     assert cost.rectangle(rows, longest + 1) > budget
+
+
+def test_the_default_model_has_the_needs_that_its_engine_has(smollm2: Path) -> None:
+    """On the CPU: float32 weights and caches, whatever the checkpoint stores."""
+    facts = inspect(smollm2)
+    section = ModelSection(name="default")
+    needs = model_needs(section, facts, on_gpu=False)
+    assert needs.weight_bytes == facts.float32_bytes
+    assert needs.kv_cost == KvCost(bytes_per_token=2 * 30 * 3 * 64 * 4)
+    assert needs.activations.hidden == 576
+    assert needs.context_length == 8192
+    stored = model_needs(section, facts, on_gpu=True)
+    assert stored.weight_bytes == facts.weight_bytes
+    assert stored.kv_cost == KvCost(bytes_per_token=2 * 30 * 3 * 64 * 2)
+    half = ModelSection(name="default", precision=Precision.BFLOAT16, maximum_context=4000)
+    needs = model_needs(half, facts, on_gpu=True)
+    assert needs.weight_bytes == 2 * facts.parameters
+    assert (needs.context_length, needs.minimum_tokens) == (4000, 4000)
+
+
+def test_a_configured_limit_counts_and_is_named(smollm2: Path) -> None:
+    models = [(ModelSection(name="default"), inspect(smollm2))]
+    ((plan, _),) = plan_models(models, MemorySection(limit_bytes=3 * GIGABYTE, reserve_bytes=0))
+    assert plan.total == 3 * GIGABYTE
+    with pytest.raises(SparklaneError, match=r"memory\.limit_bytes leaves 0\.50 GB") as error:
+        plan_models(models, MemorySection(limit_bytes=GIGABYTE // 2))
+    assert error.value.exit_code == ExitCode.CONFIGURATION
