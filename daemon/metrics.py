@@ -57,7 +57,7 @@ class EngineReading(Protocol):
     @property
     def engine_pid(self) -> int | None: ...
     @property
-    def engine_ready(self) -> bool: ...
+    def is_ready(self) -> bool: ...
     @property
     def heartbeat_age(self) -> float | None: ...
     @property
@@ -325,7 +325,7 @@ _READINGS: tuple[tuple[str, str, Callable[[EngineReading], float | None]], ...] 
         lambda r: r.kv_budget_bytes,
     ),
     ("engine_up", "Whether an engine process runs.", lambda r: r.engine_pid is not None),
-    ("engine_ready", "Whether the engine takes requests.", lambda r: r.engine_ready),
+    ("engine_ready", "Whether the engine takes requests.", lambda r: r.is_ready),
     (
         "engine_heartbeat_age_seconds",
         "Time since the engine's last heartbeat.",

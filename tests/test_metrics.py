@@ -52,7 +52,7 @@ class Reading:
     kv_reserved_bytes = 1000
     kv_budget_bytes = 4000
     engine_pid: int | None = os.getpid()
-    engine_ready = True
+    is_ready = True
     heartbeat_age: float | None = 0.5
     engine_memory: Memory | None = Memory(active=1, cache=2, peak=3)
 
