@@ -1,0 +1,165 @@
+"""A load on a real engine process over its socket, without HTTP.
+
+Owns the engine that it starts, as the daemon does, and speaks the same messages. Runs on an
+event loop of the benchmark's own process. What an engine refuses is recorded as an error of
+its request; an engine that cannot serve at all raises `SparklaneError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from daemon.bench.timings import StreamTiming
+from daemon.engine_link import EngineLink, EngineLost, engine_command
+from daemon.exit_codes import ExitCode, SparklaneError
+from scheduler.messages import (
+    Configure,
+    Fault,
+    Output,
+    Ready,
+    Rejected,
+    Sampling,
+    Step,
+    Submit,
+)
+
+CONNECT_SECONDS = 120.0
+STOP_SECONDS = 10.0
+
+
+@dataclass
+class _Live:
+    timing: StreamTiming
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EngineLoad:
+    """A running engine and the requests in it. Made by `engine`."""
+
+    def __init__(
+        self, link: EngineLink, ready: Ready, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.ready = ready
+        self._link = link
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._live: dict[int, _Live] = {}
+        self._lost = False
+
+    async def stream(self, prompt: Sequence[int], max_tokens: int) -> StreamTiming:
+        """One answer of `max_tokens` greedy tokens: no token stops it."""
+        number = next(self._numbers)
+        live = _Live(StreamTiming(sent=self._clock(), prompt_tokens=len(prompt)))
+        if self._lost:
+            live.timing.error, live.timing.ended = "the engine went away", self._clock()
+            return live.timing
+        self._live[number] = live
+        self._link.send(
+            Submit(
+                request_id=number,
+                prompt=list(prompt),
+                produced=[],
+                sampling=Sampling(temperature=0.0),
+                max_tokens=max_tokens,
+                stop_tokens=[],
+            )
+        )
+        await live.ended.wait()
+        return live.timing
+
+    async def run_load(
+        self, prompts: Sequence[Sequence[int]], *, concurrency: int, max_tokens: int
+    ) -> list[StreamTiming]:
+        """Submit all prompts, `concurrency` at a time, the next as soon as one ends."""
+        waiting = iter(prompts)
+        timings: list[StreamTiming] = []
+
+        async def one_after_the_other() -> None:
+            for prompt in waiting:
+                timings.append(await self.stream(prompt, max_tokens))
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(concurrency)))
+        return timings
+
+    async def read(self) -> None:
+        """Take in what the engine says until it goes; then no request is left waiting."""
+        problem = "the engine went away"
+        try:
+            async for message in self._link.messages():
+                match message:
+                    case Step():
+                        now = self._clock()
+                        for output in message.outputs:
+                            self._take(output, now)
+                    case Rejected(request_id, words):
+                        self._end(request_id, self._clock(), words)
+                    case Fault():
+                        problem = message.message
+        except EngineLost as error:
+            problem = str(error)
+        finally:
+            self._lost = True
+            for number in list(self._live):
+                self._end(number, self._clock(), problem)
+
+    def _take(self, output: Output, now: float) -> None:
+        live = self._live.get(output.request_id)
+        if live is None:
+            return
+        if output.tokens:
+            live.timing.arrivals.append(now)
+            live.timing.tokens += len(output.tokens)
+        if output.finish is not None:
+            self._end(output.request_id, now)
+
+    def _end(self, number: int, now: float, error: str | None = None) -> None:
+        if (live := self._live.pop(number, None)) is not None:
+            live.timing.ended, live.timing.error = now, error
+            live.ended.set()
+
+
+@contextlib.asynccontextmanager
+async def engine(
+    configure: Configure, run_folder: Path, *, command: Sequence[str] | None = None
+) -> AsyncIterator[EngineLoad]:
+    """Start an engine, wait until it is ready, and end it afterwards.
+
+    Raises:
+        SparklaneError: it cannot load what it is told to.
+    """
+    try:
+        link = await EngineLink.started(
+            "bench", command or engine_command(), run_folder, CONNECT_SECONDS
+        )
+    except (EngineLost, OSError) as error:
+        raise SparklaneError(f"the engine cannot be started: {error}", ExitCode.ENGINE) from error
+    reading: asyncio.Task[None] | None = None
+    try:
+        link.send(configure)
+        load = EngineLoad(link, await _until_ready(link))
+        reading = asyncio.create_task(load.read())
+        yield load
+        await link.shut_down(STOP_SECONDS)
+    finally:
+        await link.close()
+        if reading is not None:
+            await reading
+
+
+async def _until_ready(link: EngineLink) -> Ready:
+    problem = "the engine went away while it was loading"
+    try:
+        async for message in link.messages():
+            if isinstance(message, Ready):
+                return message
+            if isinstance(message, Fault):
+                problem = message.message
+    except EngineLost as error:
+        problem = str(error)
+    raise SparklaneError(problem, ExitCode.ENGINE)
