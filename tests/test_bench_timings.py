@@ -83,6 +83,10 @@ class TestSummary:
         assert summary.inter_token_seconds.maximum == 1.0
         assert summary.end_to_end_seconds.maximum == 3.0
 
+    def test_rounds_leave_out_what_was_between_them(self) -> None:
+        summary = summarise([stream(0.0, [1.0, 2.0])], [stream(50.0, [51.0, 52.0])])
+        assert (summary.requests, summary.seconds, summary.tokens_per_second) == (2, 4.0, 1.0)
+
     def test_only_errors(self) -> None:
         summary = summarise([StreamTiming(sent=0.0, error="refused")])
         assert (summary.errors, summary.tokens_per_second) == (1, 0.0)

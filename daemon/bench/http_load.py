@@ -44,14 +44,15 @@ def connections(limit: int = 0) -> aiohttp.ClientSession:
     )
 
 
-async def first_model(client: aiohttp.ClientSession, url: str) -> str:
+async def first_model(client: aiohttp.ClientSession, url: str, api_key: str | None = None) -> str:
     """The first model that a server lists.
 
     Raises:
         ValueError: it lists none.
         aiohttp.ClientError: it does not answer.
     """
-    async with client.get(f"{url}/v1/models") as answer:
+    headers = HttpTarget(url=url, model="", api_key=api_key).headers
+    async with client.get(f"{url}/v1/models", headers=headers) as answer:
         answer.raise_for_status()
         found = (await answer.json()).get("data") or []
     if not found:

@@ -50,7 +50,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A load's result. Speeds are tokens per second of all streams together, over the time from
-    the first request's sending to the last one's end."""
+    the first request's sending to the last one's end, summed over rounds."""
 
     requests: int
     errors: int
@@ -115,10 +115,15 @@ def percentiles(sample: Sequence[float]) -> Percentiles:
     )
 
 
-def summarise(streams: Sequence[StreamTiming]) -> LoadSummary:
-    """All streams of one load. Those that failed count as errors and for nothing else."""
+def summarise(*rounds: Sequence[StreamTiming]) -> LoadSummary:
+    """One load, or several that ran one after the other with anything between them.
+
+    Streams that failed count as errors and for nothing else; time between rounds does not
+    count.
+    """
+    streams = [stream for streams_ in rounds for stream in streams_]
     good = [stream for stream in streams if stream.error is None]
-    seconds = max(s.ended for s in good) - min(s.sent for s in good) if good else 0.0
+    seconds = sum(_span(streams_) for streams_ in rounds)
     tokens = sum(stream.tokens for stream in good)
     return LoadSummary(
         requests=len(streams),
@@ -133,6 +138,11 @@ def summarise(streams: Sequence[StreamTiming]) -> LoadSummary:
         inter_token_seconds=percentiles([gap for stream in good for gap in stream.gaps]),
         end_to_end_seconds=percentiles([stream.ended - stream.sent for stream in good]),
     )
+
+
+def _span(streams: Sequence[StreamTiming]) -> float:
+    good = [stream for stream in streams if stream.error is None]
+    return max(s.ended for s in good) - min(s.sent for s in good) if good else 0.0
 
 
 def decode_speed(streams: Sequence[StreamTiming]) -> float:

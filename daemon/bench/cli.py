@@ -1,0 +1,180 @@
+"""`sparklane bench`: the commands, their options, and how their results are shown.
+
+Owns no measurement: each command calls the module of its name. Modules are imported when a
+command runs, so that `--help` is quick. Errors are `SparklaneError`, for the command line to
+print in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import click
+
+Result = TypeVar("Result")
+Command = Callable[..., None]
+
+_count = click.IntRange(min=1)
+
+
+def _json_option(command: Command) -> Command:
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
+
+
+def _model_option(command: Command) -> Command:
+    return click.option(
+        "--model", help="Name in the cache, or path of a checkpoint folder.  [default: the default]"
+    )(command)
+
+
+def _rounds_option(default: int) -> Callable[[Command], Command]:
+    return click.option(
+        "--rounds",
+        type=_count,
+        default=default,
+        show_default=True,
+        help="Rounds that count, each side once in every round.",
+    )
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a benchmark on the event loop that the daemon uses."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+@click.group()
+def bench() -> None:
+    """Measure this machine and this version. Ratios are taken side by side in one run."""
+
+
+@bench.command("http")
+@click.option("--url", default="http://127.0.0.1:8090", show_default=True, help="A server's root.")
+@click.option("--model", help="Model to ask for.  [default: the first that is listed]")
+@click.option("--api-key", envvar="SPARKLANE_API_KEY", help="Sent as a bearer token.")
+@click.option("--concurrency", type=_count, default=8, show_default=True)
+@click.option("--requests", type=_count, default=32, show_default=True)
+@click.option("--max-tokens", type=_count, default=64, show_default=True)
+@click.option("--prompt-tokens", type=_count, default=64, show_default=True, help="Words, roughly.")
+@click.option(
+    "--ignore-eos/--stop-at-eos",
+    default=True,
+    help="Whether to ask for answers of full length, which servers besides this may not know.",
+)
+@_json_option
+def http(
+    url: str,
+    model: str | None,
+    api_key: str | None,
+    concurrency: int,
+    requests: int,
+    max_tokens: int,
+    prompt_tokens: int,
+    ignore_eos: bool,
+    as_json: bool,
+) -> None:
+    """Load a server with streaming chats, and time every token."""
+    from daemon.bench import http_command, report
+
+    result = _run(
+        http_command.measure(
+            url.rstrip("/"),
+            model,
+            api_key,
+            concurrency=concurrency,
+            requests=requests,
+            max_tokens=max_tokens,
+            prompt_tokens=prompt_tokens,
+            ignore_eos=ignore_eos,
+            progress=report.progress,
+        )
+    )
+    title = f"{result.model} at {result.url}, {concurrency} at a time"
+    report.show(result, as_json, [report.load_table(title, {"": result.load})])
+
+
+@bench.command("engine")
+@_model_option
+@click.option("--concurrency", type=_count, default=8, show_default=True)
+@click.option("--requests", type=_count, default=16, show_default=True)
+@click.option("--max-tokens", type=_count, default=64, show_default=True)
+@click.option("--prompt-tokens", type=_count, default=64, show_default=True)
+@click.option("--scaling", is_flag=True, help="Also compare eight streams with one.")
+@_rounds_option(3)
+@_json_option
+def engine(
+    model: str | None,
+    concurrency: int,
+    requests: int,
+    max_tokens: int,
+    prompt_tokens: int,
+    scaling: bool,
+    rounds: int,
+    as_json: bool,
+) -> None:
+    """Load an engine process without HTTP."""
+    from daemon.bench import engine_scaling, report
+    from daemon.bench.daemon_process import checkpoint_of
+    from daemon.bench.paired_prompts import PairedPrompts
+
+    checkpoint = checkpoint_of(model)
+    result = _run(
+        engine_scaling.measure(
+            checkpoint,
+            PairedPrompts(checkpoint),
+            concurrency=concurrency,
+            requests=requests,
+            max_tokens=max_tokens,
+            prompt_tokens=prompt_tokens,
+            scaling_rounds=rounds if scaling else 0,
+            progress=report.progress,
+        )
+    )
+    title = f"{checkpoint.name}, {result.precision} on {result.device}, {result.blas}"
+    tables = [report.load_table(title, {f"{concurrency} at a time": result.load})]
+    if result.scaling is not None:
+        tables.append(report.ratio_table("Scaling", "1 stream", [result.scaling], ours="8 streams"))
+    report.show(result, as_json, tables)
+
+
+@bench.command("overhead")
+@_model_option
+@click.option("--max-tokens", type=_count, default=96, show_default=True)
+@click.option("--prompt-tokens", type=_count, default=64, show_default=True)
+@_rounds_option(5)
+@_json_option
+def overhead(
+    model: str | None, max_tokens: int, prompt_tokens: int, rounds: int, as_json: bool
+) -> None:
+    """Compare the daemon with the same engine without HTTP."""
+    from daemon.bench import overhead as benchmark
+    from daemon.bench import report
+    from daemon.bench.daemon_process import checkpoint_of
+
+    checkpoint = checkpoint_of(model)
+    result = _run(
+        benchmark.measure(
+            checkpoint,
+            rounds=rounds,
+            max_tokens=max_tokens,
+            prompt_tokens=prompt_tokens,
+            progress=report.progress,
+        )
+    )
+    loads = {}
+    for streams in result.http:
+        loads[f"HTTP, {streams}"] = result.http[streams]
+        loads[f"engine, {streams}"] = result.engine[streams]
+    title = f"{checkpoint.name}: through HTTP, and the engine alone"
+    report.show(
+        result,
+        as_json,
+        [
+            report.ratio_table(title, "engine", result.ratios, ours="HTTP"),
+            report.load_table("All rounds", loads),
+        ],
+    )
