@@ -171,7 +171,7 @@ def logit_bias_of(request: CommonRequest, vocabulary_size: int) -> dict[int, flo
     return found
 
 
-_PLACE = re.compile(r"^(?P<words>.*) - at `(?:key in )?\$(?P<path>.*)`$", re.DOTALL)
+_PLACE = re.compile(r"^(?P<words>.*) - at (?:`key` in )?`\$(?P<path>.*)`$", re.DOTALL)
 _STEP = re.compile(r"\.([A-Za-z_0-9]+)|\[(\d+|\.\.\.)\]")
 
 
@@ -192,8 +192,7 @@ def _explained(words: str, raw: dict[str, Any]) -> ApiError:
             param += f"[{index}]"
             inside = isinstance(value, list) and int(index) < len(value)
             value = value[int(index)] if inside else UNSET
-        else:
-            value = UNSET
+        # Which entry of a mapping is meant, msgspec does not say: the whole of it is shown.
     words = match["words"][:1].lower() + match["words"][1:]
     shown = "" if value is UNSET or isinstance(value, UnsetType) else f" is {_shown(value)}:"
     return ApiError(400, f"{param}{shown} {words}", param=param, code="invalid_value")
