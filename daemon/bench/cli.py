@@ -178,3 +178,109 @@ def overhead(
             report.load_table("All rounds", loads),
         ],
     )
+
+
+@bench.command("peer")
+@_model_option
+@click.option("--max-tokens", type=_count, default=96, show_default=True)
+@click.option("--prompt-tokens", type=_count, default=64, show_default=True)
+@_rounds_option(3)
+@_json_option
+def peer(
+    model: str | None, max_tokens: int, prompt_tokens: int, rounds: int, as_json: bool
+) -> None:
+    """Compare with mlx_lm.server: same float32 weights, BLAS, prompts and lengths."""
+    from daemon.bench import peer as benchmark
+    from daemon.bench import report
+    from daemon.bench.daemon_process import checkpoint_of
+
+    checkpoint = checkpoint_of(model)
+    result = _run(
+        benchmark.measure(
+            checkpoint,
+            rounds=rounds,
+            max_tokens=max_tokens,
+            prompt_tokens=prompt_tokens,
+            progress=report.progress,
+        )
+    )
+    loads = {}
+    for streams in result.ours:
+        loads[f"sparklane, {streams}"] = result.ours[streams]
+        loads[f"peer, {streams}"] = result.theirs[streams]
+    title = f"{checkpoint.name} in float32: sparklane and {result.peer}"
+    report.show(
+        result,
+        as_json,
+        [
+            report.ratio_table(title, "peer", result.ratios),
+            report.load_table("All rounds", loads),
+        ],
+    )
+
+
+@bench.command("fanout")
+@_model_option
+@click.option("--streams", type=_count, default=500, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=2), default=200, show_default=True)
+@click.option(
+    "--tokens-per-second",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="Of each stream.",
+)
+@_json_option
+def fanout(
+    model: str | None, streams: int, max_tokens: int, tokens_per_second: float, as_json: bool
+) -> None:
+    """Open many streams at once on a daemon with a fake engine."""
+    from daemon.bench import fanout as benchmark
+    from daemon.bench import report
+    from daemon.bench.daemon_process import checkpoint_of
+
+    result = _run(
+        benchmark.measure(
+            checkpoint_of(model),
+            streams=streams,
+            max_tokens=max_tokens,
+            tokens_per_second=tokens_per_second,
+            progress=report.progress,
+        )
+    )
+    table = report.limit_table(
+        f"{streams} streams at {tokens_per_second:g} tokens per second each",
+        [
+            ("streams lost", str(result.lost), "0", result.lost == 0),
+            (
+                "longest stall",
+                f"{result.longest_stall_seconds:.2f} s",
+                f"{result.stall_limit_seconds:.0f} s",
+                result.longest_stall_seconds <= result.stall_limit_seconds,
+            ),
+            ("daemon, idle", f"{result.idle_bytes / 1e6:.0f} MB", "", None),
+            ("daemon, peak", f"{result.peak_bytes / 1e6:.0f} MB", "", None),
+            ("for each stream", f"{result.bytes_per_stream / 1e3:.0f} kB", "", None),
+        ],
+    )
+    report.show(
+        result, as_json, [table, report.load_table("As the clients saw it", {"": result.load})]
+    )
+
+
+@bench.command("footprint")
+@_model_option
+@click.option(
+    "--seconds", type=click.FloatRange(min=0, min_open=True), default=30.0, show_default=True
+)
+@_json_option
+def footprint(model: str | None, seconds: float, as_json: bool) -> None:
+    """Start a daemon and see what it takes while idle."""
+    from daemon.bench import footprint as benchmark
+    from daemon.bench import report
+    from daemon.bench.daemon_process import checkpoint_of
+
+    result = _run(
+        benchmark.measure(checkpoint_of(model), idle_seconds=seconds, progress=report.progress)
+    )
+    report.show(result, as_json, [report.limit_table("The daemon's process", result.rows)])
