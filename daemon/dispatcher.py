@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 
-from daemon.generation import Delta, Generation, ModelState, Refusal, RefusalKind, ServedModel
+from daemon.generation import Delta, Generation, Refusal, RefusalKind, ServedModel
 from daemon.metrics import Metrics
 from daemon.model_service import ModelService
 
@@ -34,12 +34,6 @@ class ModelDispatcher:
     def draining(self) -> bool:
         """Whether the daemon is stopping."""
         return self._draining
-
-    @property
-    def ready(self) -> bool:
-        """Whether every model can answer and the daemon is not stopping."""
-        states = {service.state for service in self._services.values()}
-        return states == {ModelState.READY} and not self._draining
 
     @property
     def wedged(self) -> bool:

@@ -94,6 +94,7 @@ class Supervisor:
         self._link: EngineLink | None = None
         self._watch: EngineWatch | None = None
         self._stopping = asyncio.Event()
+        self._stop_seconds = STOP_SECONDS
 
     @property
     def pid(self) -> int | None:
@@ -149,8 +150,9 @@ class Supervisor:
             log.warning("%s: the engine is lost (%s): %s; restarting", self.name, loss, reason)
             self._listener.engine_lost(loss)
 
-    async def stop(self) -> None:
-        """Make `run` end its engine and return; it still has to be awaited."""
+    def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """Make `run` return; the engine gets so long to end by itself before it is killed."""
+        self._stop_seconds = seconds
         self._stopping.set()
 
     def _give_up(self, reason: str) -> None:
@@ -160,16 +162,40 @@ class Supervisor:
     async def _one_engine(self, budget: RestartBudget) -> None:
         """Start one engine and watch it. Returns when told to stop; raises `_Lost`."""
         deadline = self._clock() + self._limits.load
+        stopping = asyncio.create_task(self._stopping.wait())
         try:
-            link = await EngineLink.started(
-                self.name, self._command, self._run_folder, self._limits.load
-            )
+            link = await self._started(stopping)
+            if link is not None:
+                await self._attend(link, stopping, deadline, budget)
+        finally:
+            stopping.cancel()
+
+    async def _started(self, stopping: asyncio.Task[bool]) -> EngineLink | None:
+        """A connected engine; None when told to stop before there was one."""
+        starting = asyncio.create_task(
+            EngineLink.started(self.name, self._command, self._run_folder, self._limits.load)
+        )
+        try:
+            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return starting.result() if starting.done() else None
         except (EngineLost, OSError) as error:
             raise _Lost(Loss.EXITED, str(error)) from error
+        finally:
+            if not starting.done():
+                starting.cancel()
+                await asyncio.wait((starting,))
+
+    async def _attend(
+        self,
+        link: EngineLink,
+        stopping: asyncio.Task[bool],
+        deadline: float,
+        budget: RestartBudget,
+    ) -> None:
+        """Watch a connected engine to its end."""
         self._link = link
         link.send(self._configure)
         reading = asyncio.create_task(self._read(link, budget))
-        stopping = asyncio.create_task(self._stopping.wait())
         try:
             while not reading.done():
                 await asyncio.wait(
@@ -178,14 +204,14 @@ class Supervisor:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if stopping.done():
-                    await link.shut_down(STOP_SECONDS)
+                    # One that loads has nothing to lose, and would not listen.
+                    await link.shut_down(self._stop_seconds if self.ready else 0.0)
                     return
                 if not reading.done():
                     self._examine(deadline)
             reading.result()
         finally:
             self._watch = self._link = None
-            stopping.cancel()
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError, _Lost):
                 await reading

@@ -115,7 +115,7 @@ async def serving(
         async with asyncio.timeout(PATIENCE):
             yield Serving(ModelDispatcher([service], metrics), service, metrics)
     finally:
-        await supervisor.stop()
+        supervisor.stop()
         await task
 
 

@@ -109,6 +109,12 @@ def test_the_ledger_prices_what_the_engine_allots(tokens: int, rows: int) -> Non
         assert ledger.row_capacity(rows) == row_buffer.row_capacity(rows)
 
 
+def test_rows_and_tokens_are_rounded_up_as_they_are_allotted() -> None:
+    cost = KvCost(bytes_per_token=10, bytes_per_row=7)
+    assert cost.rectangle(5, 300) == 6 * (512 * 10 + 7)
+    assert cost.rectangle(0, 300) == 0
+
+
 @given(
     rows=st.integers(1, 20),
     budget=st.integers(0, 10**9),

@@ -100,7 +100,7 @@ async def supervised(
     try:
         yield supervisor, listener
     finally:
-        await supervisor.stop()
+        supervisor.stop()
         async with asyncio.timeout(WAIT):
             await task
 
@@ -238,6 +238,18 @@ def test_a_load_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
             assert "engine.load_seconds" in problem
 
     run(scenario())
+
+
+def test_stopping_does_not_wait_for_an_engine_that_never_connects(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+
+    async def scenario() -> None:
+        async with supervised(tmp_path, command=command):
+            # The supervisor's task begins before this one goes on.
+            await asyncio.sleep(0)
+
+    run(scenario())
+    assert not list(tmp_path.glob("*.sock"))
 
 
 def test_a_lasting_fault_is_not_retried(tmp_path: Path) -> None:
