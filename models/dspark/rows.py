@@ -4,7 +4,9 @@ Owns both sides of a batch of rows; used on the engine's MLX thread. One round i
 `verify`, a single read by the caller of what they returned, and `commit`. Draft and
 verification get the same `Choose`, so that under coupled acceptance a draft is accepted exactly
 when it is what the target itself would have said. A row that does not draft for a while is
-verified with no drafts: its context follows, and it can draft again at any time.
+verified with no drafts: its context follows, and it can draft again at any time. Rows that
+decode plainly keep their taps aside and pay for the context in one go when it is needed, so
+plain decode costs what it costs without a drafter.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ Distribution = Callable[[mx.array, int], mx.array]
 after temperature and filters."""
 
 
+DEFERRED_TOKENS = 64
+"""Plain steps whose taps are kept aside before they go into the context, to bound memory."""
+
+
 class Verification(NamedTuple):
     """What a round has decided.
 
@@ -57,6 +63,7 @@ class SpeculativeRows:
         self._taps = taps
         self.batch: RowBatch = target.new_batch()
         self.context: DraftContext = drafter.new_context()
+        self._deferred: list[mx.array] = []
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -102,10 +109,14 @@ class SpeculativeRows:
     def decode(self, tokens: mx.array) -> mx.array:
         """Run one token of each row, int32 [R, 1], and commit it: logits [R, 1, V]. Lazy.
 
-        Plain decode, but for the context, which follows so that a row can draft at any time.
+        Plain decode; the taps are kept aside, so that a row can draft at any time.
         """
-        logits = self._forward(tokens)
-        self.commit([1] * len(self))
+        logits = self._target.forward(tokens, self.batch)
+        self._deferred.append(self._taps.take())
+        self.batch.advance([1] * len(self))
+        if len(self._deferred) >= DEFERRED_TOKENS:
+            self._settle()
+            mx.async_eval(self.context.state())
         return logits
 
     def draft(
@@ -125,6 +136,7 @@ class SpeculativeRows:
         while the host still waits, and one read fetches what was committed together with the
         confidences that decide the next width.
         """
+        self._settle()
         return self._drafter.draft(
             self.context,
             anchors,
@@ -189,7 +201,18 @@ class SpeculativeRows:
         tokens = mx.where(places, drawn, mx.pad(draft.tokens, [(0, 0), (0, 1)]))
         return Verification(tokens, accepted, logits)
 
+    def _settle(self) -> None:
+        """Bring the context up to the caches after plain decode."""
+        if not self._deferred:
+            return
+        count = len(self._deferred)
+        taps = mx.concatenate(self._deferred, axis=1)
+        self._deferred = []
+        self._drafter.extend(self.context, taps)
+        self.context.advance([count] * len(self.context))
+
     def _forward(self, tokens: mx.array) -> mx.array:
+        self._settle()
         logits = self._target.forward(tokens, self.batch)
         self._drafter.extend(self.context, self._taps.take())
         return logits
@@ -202,11 +225,13 @@ class SpeculativeRows:
 
     def join(self, other: SpeculativeRows) -> None:
         """Append the rows of `other`, which is empty afterwards."""
+        self._settle()
         self.batch.join(other.batch)
         self.context.join(other.context)
 
     def leave(self, row: int) -> int | None:
         """Remove a row; the last one takes its place. Returns that one's old index, or None."""
+        self._settle()
         moved = self.batch.leave(row)
         self.context.leave(row)
         return moved
