@@ -28,6 +28,9 @@ CONFIGURATION_FILE = "sparklane.toml"
 UNFIT = 1
 """What `doctor` ends with when sparklane cannot serve here."""
 
+INCURABLE = (ExitCode.CONFIGURATION, ExitCode.CHECKPOINT)
+"""What another start would only meet again."""
+
 _LATE_GROUPS = {"bench": "daemon.bench.cli", "drafter": "daemon.drafter_commands"}
 """Groups in modules of their own, each under its own name; one may be absent."""
 
@@ -94,12 +97,19 @@ def main() -> None:
     type=click.Choice(["debug", "info", "warning", "error"]),
     help="Least serious level that is logged.",
 )
+@click.option(
+    "--give-up-code",
+    type=click.IntRange(0, 255),
+    help="End with this where a restart cannot help (78, 65), for service managers that know "
+    "success and failure only.",
+)
 def serve(
     config: Path | None,
     model: str | None,
     host: str | None,
     port: int | None,
     log_level: str | None,
+    give_up_code: int | None,
 ) -> None:
     """Serve until stopped. Flags go before the file; SIGHUP reads the file again."""
     from daemon.configuration import Flags
@@ -111,16 +121,20 @@ def serve(
     path = config.absolute() if config is not None else None
     flags = Flags(model=model, host=host, port=port)
     read = functools.partial(_configuration, path, flags, log_level)
-    configuration = read()
     _log_to_stderr()
-    names = ", ".join(served.name for served in configuration.models)
-    sys.exit(
-        run(
+    try:
+        configuration = read()
+        names = ", ".join(served.name for served in configuration.models)
+        code = run(
             configuration,
             read,
             listening=lambda url: click.echo(f"sparklane serves {names} at {url}"),
         )
-    )
+    except SparklaneError as error:
+        if give_up_code is not None and error.exit_code in INCURABLE:
+            raise SparklaneError(str(error), give_up_code) from error
+        raise
+    sys.exit(code)
 
 
 @cli.command()
