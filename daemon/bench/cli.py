@@ -284,3 +284,42 @@ def footprint(model: str | None, seconds: float, as_json: bool) -> None:
         benchmark.measure(checkpoint_of(model), idle_seconds=seconds, progress=report.progress)
     )
     report.show(result, as_json, [report.limit_table("The daemon's process", result.rows)])
+
+
+@bench.command("widths")
+@_model_option
+@click.option("--draft-model", required=True, help="Name in the cache, or path of a drafter.")
+@click.option("--precision", default="auto", show_default=True, help="Of the target.")
+@click.option("--draft-bits", type=click.Choice(["4", "8", "16"]), default="4", show_default=True)
+@click.option("--depth", type=_count, multiple=True, help="Context in tokens; can be repeated.")
+@click.option("--width", type=_count, multiple=True, help="Anchor included; can be repeated.")
+@click.option("--repeats", type=_count, default=5, show_default=True, help="Samples of a cost.")
+@_json_option
+def widths(
+    model: str | None,
+    draft_model: str,
+    precision: str,
+    draft_bits: str,
+    depth: tuple[int, ...],
+    width: tuple[int, ...],
+    repeats: int,
+    as_json: bool,
+) -> None:
+    """Measure what rounds cost by width, and judge the choice of width."""
+    from daemon.bench import report
+    from daemon.bench import widths as benchmark
+    from daemon.bench.daemon_process import checkpoint_of
+
+    result = _run(
+        benchmark.measure(
+            checkpoint_of(model),
+            checkpoint_of(draft_model),
+            precision=precision,
+            draft_bits=int(draft_bits),
+            depths=depth,
+            widths=width,
+            repeats=repeats,
+            progress=report.progress,
+        )
+    )
+    report.show(result, as_json, benchmark.tables(result))
