@@ -129,7 +129,8 @@ def head_features(
     if kind is HeadKind.NONE:
         return None, None
     head = network.markov_head
-    embeddings = head.markov_w1(previous)
+    # Kept in float32 until here: the gradient of a frequent token is a sum of thousands.
+    embeddings = head.markov_w1(previous).astype(hidden.dtype)
     if kind is HeadKind.VANILLA:
         return embeddings, embeddings
     columns, state = [], None

@@ -13,7 +13,6 @@ import math
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from models.dspark.configuration import Family
 from models.dspark.context import DraftContext, Placement
@@ -102,9 +101,3 @@ def block_hidden(
     final = network.block(x, context, placement)
     rows: mx.array = final.reshape(sequences, count, c.block_size, -1)
     return rows
-
-
-def parameter_count(network: DraftNetwork) -> int:
-    """Trainable numbers."""
-    parameters: Any = tree_flatten(network.trainable_parameters())
-    return sum(value.size for _, value in parameters)

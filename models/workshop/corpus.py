@@ -1,0 +1,156 @@
+"""The corpus: conversations as token ids in safetensors shards, and the batches made of them.
+
+Pure NumPy; any thread. A shard holds `tokens` [n] in the smallest unsigned type that fits,
+`starts` int64 [conversations + 1] into it, and `answers` int32 [conversations], where each
+answer begins. `manifest.json` says what wrote them: seeds, versions, hashes of target and
+tokenizer. Batches are a pure function of (seed, epoch), so a resumed run sees the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from models.workshop.run_folder import RunError, write_json
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_STEP = 64
+
+
+class Conversation(NamedTuple):
+    """`tokens` of a rendered prompt and its answer, which begins at index `answer`."""
+
+    tokens: Sequence[int]
+    answer: int
+
+
+class Packed(NamedTuple):
+    """A batch of conversations, [S, L]: `tokens` int32, padded with 0, and which of them are
+    the answer's."""
+
+    tokens: NDArray[np.int32]
+    supervised: NDArray[np.bool_]
+
+
+class Corpus:
+    """All conversations of a folder, in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `RunError` when the folder holds no corpus, or a torn one."""
+        try:
+            self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+            shards = [load_file(folder / name) for name in self.manifest["shards"]]
+        except (OSError, ValueError, KeyError) as error:
+            raise RunError(f"{folder} holds no corpus: {error}. Run regen first") from error
+        if not shards:
+            raise RunError(f"{folder} holds an empty corpus: run regen again")
+        self._tokens = np.concatenate([shard["tokens"] for shard in shards])
+        sizes = np.concatenate([np.diff(shard["starts"]) for shard in shards])
+        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._answers = np.concatenate([shard["answers"] for shard in shards])
+        if self._starts[-1] != len(self._tokens) or len(self._answers) != len(sizes):
+            raise RunError(f"{folder}: shards are torn: run regen again")
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def __getitem__(self, index: int) -> Conversation:
+        tokens = self._tokens[self._starts[index] : self._starts[index + 1]]
+        return Conversation(tokens.astype(np.int32).tolist(), int(self._answers[index]))
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens that can be learned from."""
+        return int((self.sizes - self._answers).sum())
+
+    def split(self, held_out: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Indices to train on and the last `held_out`, never trained on."""
+        everything = np.arange(len(self), dtype=np.int64)
+        held_out = min(held_out, len(self) // 2)
+        cut = len(self) - held_out
+        return everything[:cut], everything[cut:]
+
+    def batches(
+        self, indices: NDArray[np.int64], tokens: int, longest: int, seed: int, epoch: int
+    ) -> Iterator[NDArray[np.int64]]:
+        """The batches of one epoch as conversation indices, each of like lengths.
+
+        A batch has about `tokens` tokens, padding included; conversations are cut to `longest`.
+        What does not fill a batch waits for the next epoch's other order.
+        """
+        random = np.random.default_rng([seed, epoch])
+        widths = width_of(self.sizes[indices], longest)
+        plan: list[NDArray[np.int64]] = []
+        for width in np.unique(widths):
+            own = random.permutation(indices[widths == width])
+            rows = max(1, tokens // int(width))
+            if len(own) < rows:
+                own = np.resize(own, rows)
+            plan += [own[at : at + rows] for at in range(0, len(own) - rows + 1, rows)]
+        for place in random.permutation(len(plan)):
+            yield plan[place]
+
+    def pack(self, indices: NDArray[np.int64], longest: int) -> Packed:
+        """Conversations side by side, padded to the width of the longest of them."""
+        width = int(width_of(self.sizes[indices], longest).max())
+        tokens = np.zeros((len(indices), width), dtype=np.int32)
+        places = np.arange(width)
+        ends = np.minimum(self.sizes[indices], width)
+        for row, index in enumerate(indices):
+            start = self._starts[index]
+            tokens[row, : ends[row]] = self._tokens[start : start + ends[row]]
+        answered = places >= self._answers[indices][:, None]
+        return Packed(tokens, answered & (places < ends[:, None]))
+
+
+class CorpusWriter:
+    """Writes shards; the manifest is rewritten after each, so a stopped run is a whole corpus."""
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any], vocabulary_size: int) -> None:
+        self._folder = folder
+        self._dtype = np.uint16 if vocabulary_size <= 1 << 16 else np.uint32
+        folder.mkdir(parents=True, exist_ok=True)
+        self._manifest: dict[str, Any] = {
+            **facts,
+            "format": FORMAT,
+            "shards": [],
+            "conversations": 0,
+            "tokens": 0,
+            "answer_tokens": 0,
+        }
+
+    def write(self, conversations: Sequence[Conversation], **facts: Any) -> None:
+        """Add a shard, and `facts` to the manifest."""
+        if not conversations:
+            return
+        name = f"shard-{len(self._manifest['shards']):05d}.safetensors"
+        sizes = [len(conversation.tokens) for conversation in conversations]
+        arrays = {
+            "tokens": np.concatenate([np.asarray(c.tokens, self._dtype) for c in conversations]),
+            "starts": np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+            "answers": np.array([c.answer for c in conversations], dtype=np.int32),
+        }
+        temporary = self._folder / f".{name}"
+        save_file(arrays, temporary)
+        temporary.replace(self._folder / name)
+        self._manifest["shards"].append(name)
+        self._manifest["conversations"] += len(conversations)
+        self._manifest["tokens"] += sum(sizes)
+        self._manifest["answer_tokens"] += sum(sizes) - int(arrays["answers"].sum())
+        self._manifest.update(facts)
+        write_json(self._folder / MANIFEST, self._manifest)
+
+
+def width_of(sizes: NDArray[Any], longest: int) -> NDArray[np.int64]:
+    """Padded widths: few distinct ones, because a step is compiled for each."""
+    rounded = -(-sizes // _STEP) * _STEP
+    widths: NDArray[np.int64] = np.minimum(rounded, longest).astype(np.int64)
+    return widths
