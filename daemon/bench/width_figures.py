@@ -130,7 +130,7 @@ def learned_speed(
     everyone = AcceptanceRecord(len(conditional))
     records = [AcceptanceRecord(len(conditional), prior=everyone) for _ in range(rows)]
     produced, wanted = 0, tokens * rows
-    draft_seconds = known.round_seconds(rows, 2) - known.verify_seconds(rows, 2)
+    expected_loss, draft_seconds = _draft_seconds(known, rows), _draft_seconds(actual, rows)
     while produced < wanted:
         if parking.parked and not parking.probing:
             produced += rows
@@ -138,9 +138,9 @@ def learned_speed(
             continue
         if parking.parked:
             # Out of plain decode there is no draft yet: it is made on its own, then chosen from.
-            now += actual.round_seconds(rows, 2) - actual.verify_seconds(rows, 2)
+            now += draft_seconds
         width = cheapest_width([record.survival() for record in records], known).width
-        parking.observe(width > 1, draft_seconds)
+        parking.observe(width > 1, expected_loss)
         if parking.parked:
             produced += rows
             now += actual.serial_seconds(rows)
@@ -154,5 +154,11 @@ def learned_speed(
             produced += accepted + 1
         now += actual.verify_seconds(rows, width)
         # The lane drafts behind every round that it does not park after, used or not.
-        now += actual.round_seconds(rows, 2) - actual.verify_seconds(rows, 2)
+        now += draft_seconds
     return produced / now
+
+
+def _draft_seconds(costs: CostTable, rows: int) -> float:
+    """What a round takes beyond its verification, whatever its width."""
+    widest = costs.widths()[-1]
+    return costs.round_seconds(rows, widest) - costs.verify_seconds(rows, widest)
