@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -35,17 +35,6 @@ _LATE_GROUPS = {"bench": "daemon.bench.cli", "drafter": "daemon.drafter_commands
 """Groups in modules of their own, each under its own name; one may be absent."""
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-
-
-class _Told(click.ClickException):
-    """A `SparklaneError` on its way to the user."""
-
-    def __init__(self, error: SparklaneError) -> None:
-        super().__init__(str(error))
-        self.exit_code = error.exit_code
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"sparklane: {self.message}", file=file or sys.stderr)
 
 
 class _Commands(click.Group):
@@ -69,7 +58,8 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except SparklaneError as error:
-            raise _Told(error) from error
+            click.echo(f"sparklane: {error}", err=True)
+            ctx.exit(error.exit_code)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

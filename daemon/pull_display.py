@@ -49,6 +49,7 @@ class PullDisplay:
         self._stage = stage
         words = f"{self._model}: {_WORDS[stage]}"
         if self._console.is_terminal:
+            self._bars.start()
             # No total yet: the bar moves without saying how far.
             self._bar = self._bars.add_task(words, total=None)
         else:
@@ -61,7 +62,6 @@ class PullDisplay:
             self._bars.update(self._bar, completed=total, total=total)
 
     def __enter__(self) -> PullDisplay:
-        self._bars.start()
         return self
 
     def __exit__(
@@ -72,4 +72,5 @@ class PullDisplay:
     ) -> None:
         if error is None:
             self._end_stage()
-        self._bars.stop()
+        if self._bar is not None:
+            self._bars.stop()
