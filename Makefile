@@ -18,7 +18,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 .PHONY: setup setup-dev serve test test-system lint format bench lock clean
 
 setup: $(VENV)/.installed
-	@$(BIN)/sparklane pull --quiet smollm2-135m
+	@$(BIN)/sparklane pull smollm2-135m
 
 setup-dev: setup $(VENV)/.installed-dev
 
