@@ -68,10 +68,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: requirements.lock pyproject.toml | $(BIN)/python
-	$(INSTALL) $(LOCKED) -r requirements.lock
-	$(INSTALL) --no-deps --editable .
+	@echo "Installing sparklane and what requirements.lock names"
+	@$(INSTALL) $(LOCKED) -r requirements.lock
+	@$(INSTALL) --no-deps --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: requirements-dev.lock $(VENV)/.installed
-	$(INSTALL) $(LOCKED) -r requirements-dev.lock
+	@echo "Installing the tools of requirements-dev.lock"
+	@$(INSTALL) $(LOCKED) -r requirements-dev.lock
 	@touch $@
