@@ -93,9 +93,7 @@ class Refusal(Exception):
     `retry_after` is the expected wait in seconds, None where waiting does not help.
     """
 
-    def __init__(
-        self, kind: RefusalKind, message: str, retry_after: float | None = None
-    ) -> None:
+    def __init__(self, kind: RefusalKind, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message
@@ -153,9 +151,7 @@ class Dispatcher(Protocol):
     def wedged(self) -> bool:
         """Whether work is pending and no step has run for too long: /livez fails."""
 
-    def generate(
-        self, generation: Generation
-    ) -> AbstractAsyncContextManager[AsyncIterator[Delta]]:
+    def generate(self, generation: Generation) -> AbstractAsyncContextManager[AsyncIterator[Delta]]:
         """Enter to be admitted or queued, iterate to get tokens, leave to end it.
 
         Entering never waits: it raises `Refusal` at once, or the generation is accepted and

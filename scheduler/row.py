@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -81,7 +82,9 @@ class StepLogprobs:
         """One list, of W entries, for each row that asked; None for the others."""
         if not self.arrays:
             return [None] * len(self._rows)
-        chosen, alternatives, values = (array.tolist() for array in self.arrays)
+        # mlx types a list of any depth by one recursive union.
+        read: list[Any] = [array.tolist() for array in self.arrays]
+        chosen, alternatives, values = read
         found: list[list[TokenLogprobs] | None] = []
         for index, row in enumerate(self._rows):
             places = range(index * self._width, (index + 1) * self._width)

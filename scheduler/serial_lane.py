@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -102,7 +103,7 @@ class SerialLane:
 
     def _read(self, flight: Flight) -> list[Output]:
         outputs = []
-        tokens = flight.tokens.reshape(-1).tolist()
+        tokens: Any = flight.tokens.reshape(-1).tolist()
         for row, token, details in zip(flight.rows, tokens, flight.logprobs.read(), strict=True):
             if not row.live:
                 continue

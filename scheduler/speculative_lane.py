@@ -13,12 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from models.dspark.drafter import Draft
 from models.dspark.rows import SpeculativeRows
-from models.sampling import choose, distribution
+from models.sampling import RowSampling, choose, distribution
 from scheduler.draft_forecast import DraftForecast
 from scheduler.messages import Output, RoundRecord, Speculation
 from scheduler.parking import Parking
@@ -267,7 +268,7 @@ class SpeculativeLane:
 
     def _chain(
         self,
-        samplings: list[object],
+        samplings: list[RowSampling],
         anchors: mx.array,
         starts: mx.array,
         reach: int,
@@ -276,7 +277,7 @@ class SpeculativeLane:
         return self._state.draft(
             anchors,
             cap=self._cap,
-            choose=lambda logits, column: choose(logits, samplings, starts + (1 + column)),  # type: ignore[arg-type]
+            choose=lambda logits, column: choose(logits, samplings, starts + (1 + column)),
             keep_logits=self._settings.rejection,
             starts=starts,
             reach=reach,
@@ -321,7 +322,8 @@ class SpeculativeLane:
             kept = mx.array(order)
             self._anchors = self._anchors[kept]
             if self._draft is not None:
-                self._draft = Draft(*(None if a is None else a[kept] for a in self._draft))
+                parts: list[Any] = [None if a is None else a[kept] for a in self._draft]
+                self._draft = Draft(*parts)
 
     def _park(self) -> None:
         assert self._anchors is not None
