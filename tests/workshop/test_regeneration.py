@@ -1,0 +1,117 @@
+"""What a target writes in lockstep is what it would say alone; what is kept is worth keeping."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from models.workshop import regeneration
+from models.workshop.chat_text import ChatText
+from models.workshop.corpus import Corpus
+from models.workshop.generation import Generator, WaveSettings
+from models.workshop.prompts import Prefix, PromptDraw, Source, write
+from models.workshop.screening import Screen, Verdict, distinct_share
+from tests.dspark.pairs import target
+from tests.workshop.corpora import TARGET
+
+
+def _stops() -> frozenset[int]:
+    return frozenset(json.loads((TARGET / "generation_config.json").read_text())["eos_token_id"])
+
+
+def _greedy(model: Any, tokens: list[int], count: int, stops: frozenset[int]) -> list[int]:
+    answer: list[int] = []
+    while len(answer) < count and not (answer and answer[-1] in stops):
+        logits = model(mx.array([tokens + answer]))
+        answer.append(int(mx.argmax(logits[0, -1]).item()))
+    return answer
+
+
+def test_rows_of_different_prefixes_write_their_own_greedy_answers() -> None:
+    model, text, stops = target("qwen3"), ChatText(TARGET), _stops()
+    settings = WaveSettings(64, 6, 16, 0.9, (0.0,), 0.0)
+    prefixes = [
+        Prefix(text.prompt("count to five"), True, Source.QUESTION),
+        Prefix(text.frame.before, False, Source.BARE),
+        Prefix(text.frame.before + text.encode("say"), False, Source.OPENING),
+        Prefix(text.prompt("x"), True, Source.QUESTION),
+    ]
+    rows = list(Generator(model, text.frame, stops, settings).write(prefixes, 3, 0))
+    assert len(rows) == 4
+    for row, prefix in zip(rows, prefixes, strict=True):
+        tokens = row.tokens.tolist()
+        assert tokens[: len(prefix.tokens)] == prefix.tokens
+        before = tokens[: row.answer]
+        assert before[-len(text.frame.after) :] == text.frame.after
+        if prefix.answering:
+            assert before == prefix.tokens
+        else:
+            written = len(before) - len(prefix.tokens) - len(text.frame.after)
+            assert 0 <= written <= settings.user_tokens
+        assert tokens[row.answer :] == _greedy(model, before, 16, stops)
+        assert row.ended == (tokens[-1] in stops)
+
+
+def test_a_wave_is_a_function_of_its_seed_and_number() -> None:
+    model, text = target("qwen3"), ChatText(TARGET)
+    settings = WaveSettings(40, 8, 12, 1.0, (0.7,), 0.0)
+    prefixes = [PromptDraw(text, 1, (1.0, 0.0)).draw(index) for index in range(6)]
+
+    def tokens(seed: int, wave: int) -> list[list[int]]:
+        generator = Generator(model, text.frame, _stops(), settings)
+        return [row.tokens.tolist() for row in generator.write(prefixes, seed, wave)]
+
+    assert tokens(1, 0) == tokens(1, 0)
+    assert tokens(1, 0) != tokens(1, 1)
+    assert tokens(1, 0) != tokens(2, 0)
+
+
+def test_the_step_writes_a_corpus_that_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in range(9)))
+    small = "--rows 9 --longest 96 --answer-length 24 --waves 2 --temperatures 1.0"
+    arguments = f"--target {TARGET} --out {tmp_path / 'corpus'} --prompts {prompts} {small}"
+    assert regeneration.main(arguments.split()) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["event"] for line in lines] == ["start", "progress", "progress", "result"]
+    corpus = Corpus(tmp_path / "corpus")
+    assert len(corpus) == lines[-1]["screened"].get("kept", 0) > 0
+    assert corpus.answer_tokens == lines[-1]["answer_tokens"]
+    text = ChatText(TARGET)
+    asked = {tuple(text.prompt(f"count to {n}")) for n in range(9)}
+    for index in range(len(corpus)):
+        conversation = corpus[index]
+        assert tuple(conversation.tokens[: conversation.answer]) in asked
+
+
+def test_questions_are_many_and_leave_no_slot_open() -> None:
+    questions = [write(random.Random(index)) for index in range(2000)]
+    assert len(set(questions)) > 1500
+    assert not [question for question in questions if "{" in question.replace("boxed{}", "")]
+
+
+def test_loops_repeats_and_excluded_texts_are_thrown_away() -> None:
+    chance = np.random.default_rng(0)
+    lively = [chance.integers(0, 400, 60).tolist() for _ in range(4)]
+    question = " ".join(f"word{index}" for index in range(20))
+    instruction = " ".join(f"always{index}" for index in range(15))
+    screen = Screen([f"{question} {instruction}", *[f"{n} {instruction}" for n in "abcd"]])
+    assert screen.judge([1, 2, *lively[0]], 2, "nothing") is Verdict.KEPT
+    assert screen.judge([9, 9, *lively[0]], 2, "nothing") is Verdict.REPEATED
+    assert screen.judge([1, 2] + [5, 6, 7] * 20, 2, "nothing") is Verdict.LOOP
+    assert screen.judge([1, 2, 3, 4], 2, "nothing") is Verdict.SHORT
+    assert screen.judge(lively[1], 2, f"He said: {question.upper()}!") is Verdict.EXCLUDED
+    assert screen.judge(lively[2], 2, f"Do so. {instruction}") is Verdict.KEPT
+
+
+def test_the_share_of_distinct_grams() -> None:
+    assert distinct_share(np.arange(50)) == 1.0
+    assert distinct_share(np.array([3, 4] * 50)) == pytest.approx(2 / 97)
