@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from daemon.draft_section import SpeculationMode
 from daemon.exit_codes import ExitCode, SparklaneError
 
 if TYPE_CHECKING:
@@ -82,6 +83,18 @@ def main() -> None:
 @click.option("--model", help="Serve this one only: a name, an org/repo of the hub, or a path.")
 @click.option("--host", help="Address to listen on.")
 @click.option("--port", type=int, help="TCP port; 0 takes any free one.")
+@click.option("--draft-model", help="Drafter of the model: a name or a folder.")
+@click.option("--draft-bits", type=click.Choice(["4", "8", "16"]), help="Bits of its weights.")
+@click.option("--draft-own-head", is_flag=True, help="Keep its own embedding and head.")
+@click.option("--num-draft-tokens", type=click.IntRange(min=1), help="Most drafts of a round.")
+@click.option(
+    "--confidence-threshold",
+    type=click.FloatRange(0.0, 1.0, max_open=True),
+    help="Verify drafts up to the first less confident one, whatever it costs.",
+)
+@click.option(
+    "--speculation", type=click.Choice(list(SpeculationMode)), help="Who decides on drafting."
+)
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
@@ -98,6 +111,12 @@ def serve(
     model: str | None,
     host: str | None,
     port: int | None,
+    draft_model: str | None,
+    draft_bits: str | None,
+    draft_own_head: bool,
+    num_draft_tokens: int | None,
+    confidence_threshold: float | None,
+    speculation: SpeculationMode | None,
     log_level: str | None,
     give_up_code: int | None,
 ) -> None:
@@ -109,7 +128,17 @@ def serve(
         config = Path(CONFIGURATION_FILE)
     # The folder may be another one when SIGHUP comes.
     path = config.absolute() if config is not None else None
-    flags = Flags(model=model, host=host, port=port)
+    flags = Flags(
+        model=model,
+        host=host,
+        port=port,
+        draft_model=draft_model,
+        draft_bits=int(draft_bits) if draft_bits else None,
+        draft_own_head=draft_own_head or None,
+        num_draft_tokens=num_draft_tokens,
+        confidence_threshold=confidence_threshold,
+        speculation=speculation,
+    )
     read = functools.partial(_configuration, path, flags, log_level)
     _log_to_stderr()
     try:

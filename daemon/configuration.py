@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from daemon.draft_section import DraftSection, SpeculationMode
 from daemon.exit_codes import ExitCode, SparklaneError
 from daemon.toml_lines import line_of
 
@@ -96,6 +97,7 @@ class ModelSection(Section, frozen=True):
         Count | None,
         Meta(description="Most tokens of prompt and answer; the model's own by default."),
     ] = None
+    draft: DraftSection | None = None
 
     @property
     def source(self) -> str:
@@ -163,11 +165,33 @@ class Configuration(Section, frozen=True):
 
 
 class Flags(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says; None = nothing. `model` is a name, an org/repo or a path."""
+    """What the command line says; None = nothing. `model` is a name, an org/repo or a path.
+
+    `draft_model` is a drafter for every model that is served; the other flags of drafting change
+    what the file says of one.
+    """
 
     model: str | None = None
     host: str | None = None
     port: int | None = None
+    draft_model: str | None = None
+    draft_bits: int | None = None
+    draft_own_head: bool | None = None
+    num_draft_tokens: int | None = None
+    confidence_threshold: float | None = None
+    speculation: SpeculationMode | None = None
+
+    def drafting(self) -> dict[str, Any]:
+        """The fields of a drafter's section that are to be changed."""
+        wanted = {
+            "checkpoint": self.draft_model,
+            "bits": self.draft_bits,
+            "own_head": self.draft_own_head,
+            "maximum_tokens": self.num_draft_tokens,
+            "confidence_threshold": self.confidence_threshold,
+            "speculation": self.speculation,
+        }
+        return {field: value for field, value in wanted.items() if value is not None}
 
 
 class Documented(msgspec.Struct, frozen=True):
@@ -232,12 +256,19 @@ def describe() -> list[Documented]:
     for section, kind in get_type_hints(Configuration).items():
         many = get_origin(kind) is tuple
         schema = get_args(kind)[0] if many else kind
-        hints = get_type_hints(schema, include_extras=True)
-        for field in msgspec.structs.fields(schema):
-            notes = (note for note in hints[field.name].__metadata__ if isinstance(note, Meta))
-            description = next(note.description for note in notes if note.description)
-            name = f"[[{section}]]" if many else f"[{section}]"
-            rows.append(Documented(name, field.name, _default(field), description))
+        rows += _documented(schema, f"[[{section}]]" if many else f"[{section}]")
+    return rows + _documented(DraftSection, "[models.draft]")
+
+
+def _documented(schema: type, name: str) -> list[Documented]:
+    rows = []
+    hints = get_type_hints(schema, include_extras=True)
+    for field in msgspec.structs.fields(schema):
+        notes = getattr(hints[field.name], "__metadata__", ())
+        descriptions = [n.description for n in notes if isinstance(n, Meta) and n.description]
+        # A section within a section has rows of its own.
+        if descriptions:
+            rows.append(Documented(name, field.name, _default(field), descriptions[0]))
     return rows
 
 
@@ -297,7 +328,18 @@ def _with_flags(configuration: Configuration, flags: Flags) -> Configuration:
         is_path = flags.model.startswith((".", "/", "~"))
         name = Path(flags.model).expanduser().resolve().name if is_path else flags.model
         models = (*named, ModelSection(name=name, checkpoint=flags.model))[:1]
+    if drafting := flags.drafting():
+        models = tuple(_with_drafting(model, drafting) for model in models)
     return msgspec.structs.replace(configuration, server=server, models=models)
+
+
+def _with_drafting(model: ModelSection, drafting: dict[str, Any]) -> ModelSection:
+    said = msgspec.structs.asdict(model.draft) if model.draft is not None else {}
+    try:
+        draft = msgspec.convert(msgspec.to_builtins(said | drafting), DraftSection)
+    except msgspec.ValidationError as error:
+        raise _wrong(f"the flags of drafting do not make a drafter: {error}") from error
+    return msgspec.structs.replace(model, draft=draft)
 
 
 def _check(configuration: Configuration, source: str) -> None:
@@ -347,4 +389,6 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
         return "none"
     if isinstance(value, tuple):
         return str(list(value))
+    if isinstance(value, bool):
+        return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)

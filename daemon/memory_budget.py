@@ -14,11 +14,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from daemon.configuration import MemorySection, ModelSection, Precision
+from daemon.drafter_budget import with_drafter
 from daemon.exit_codes import ExitCode, SparklaneError
 from daemon.machine_memory import read_machine_memory
 from models.checkpoint import CheckpointFacts
@@ -42,12 +43,20 @@ _BITS = {Precision.EIGHT_BIT: 8, Precision.FOUR_BIT: 4}
 _GROUP_BITS = 32 / 64  # a scale and a bias of 16 bits for each 64 weights
 
 
+class PlannedModel(NamedTuple):
+    """A model that memory is planned for. `drafter` is the folder of its drafter, if any."""
+
+    section: ModelSection
+    facts: CheckpointFacts
+    drafter: Path | None = None
+
+
 def plan_models(
-    models: Sequence[tuple[ModelSection, CheckpointFacts]], memory: MemorySection
+    models: Sequence[PlannedModel], memory: MemorySection
 ) -> list[tuple[MemoryPlan, KvCost]]:
     """The plans of all models together, in their order."""
     on_gpu = has_gpu()
-    needs = [model_needs(section, facts, on_gpu=on_gpu) for section, facts in models]
+    needs = [_needs_of(model, on_gpu=on_gpu) for model in models]
     limit = memory_limit(on_gpu=on_gpu)
     if memory.limit_bytes is not None:
         limit = MemoryLimit(memory.limit_bytes, "memory.limit_bytes")
@@ -80,6 +89,17 @@ def model_needs(section: ModelSection, facts: CheckpointFacts, *, on_gpu: bool) 
         maximum_rows=section.maximum_rows,
         context_length=longest,
         minimum_tokens=section.maximum_context or min(longest, MINIMUM_ROW_TOKENS),
+    )
+
+
+def _needs_of(model: PlannedModel, *, on_gpu: bool) -> MemoryNeeds:
+    needs = model_needs(model.section, model.facts, on_gpu=on_gpu)
+    draft = model.section.draft
+    if model.drafter is None or draft is None:
+        return needs
+    bits = draft.bits or (4 if on_gpu else 16)
+    return with_drafter(
+        needs, model.drafter, bits=bits, group_size=draft.group_size, own_head=draft.own_head
     )
 
 

@@ -11,20 +11,21 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from daemon.configuration import Configuration, reloadable_changes
+from daemon.configuration import Configuration, ModelSection, reloadable_changes
 from daemon.dispatcher import ModelDispatcher
+from daemon.draft_section import AcceptanceRule, DraftSection, SpeculationMode
 from daemon.engine_health import EngineLimits
 from daemon.exit_codes import ExitCode, SparklaneError
 from daemon.fetch import fetched
 from daemon.generation import ModelState
 from daemon.locations import made
-from daemon.memory_budget import context_length, plan_models
+from daemon.memory_budget import PlannedModel, context_length, plan_models
 from daemon.metrics import Metrics
 from daemon.model_service import ModelRoom, ModelService
 from daemon.supervisor import STOP_SECONDS, Supervisor
-from models.checkpoint import CheckpointError, CheckpointFacts, inspect
+from models.checkpoint import CheckpointError, inspect
 from scheduler.admission import QueueLimits
-from scheduler.messages import Configure
+from scheduler.messages import Configure, DraftConfigure
 
 log = logging.getLogger("sparklane.models")
 
@@ -49,17 +50,11 @@ class ServedModels:
 
     async def bring_up(self) -> None:
         """Find or fetch every checkpoint, plan the memory of all, start the engines."""
-        found: list[CheckpointFacts] = []
-        for model in self.configuration.models:
-            folder = await fetched(model.source, self._cache)
-            try:
-                found.append(await asyncio.to_thread(inspect, folder))
-            except CheckpointError as error:
-                raise SparklaneError(str(error), ExitCode.CHECKPOINT) from error
-        models = list(zip(self.configuration.models, found, strict=True))
+        models = [await self._find(section) for section in self.configuration.models]
         plans = await asyncio.to_thread(plan_models, models, self.configuration.memory)
         limits = _queue_limits(self.configuration)
-        for service, (model, facts), (plan, cost) in zip(self.services, models, plans, strict=True):
+        for service, planned, (plan, cost) in zip(self.services, models, plans, strict=True):
+            model, facts, drafter = planned
             room = ModelRoom(
                 maximum_rows=model.maximum_rows,
                 kv_budget=plan.kv_budget,
@@ -74,6 +69,7 @@ class ServedModels:
                     precision=model.precision.value,
                     maximum_rows=model.maximum_rows,
                     prefill_milliseconds=model.prefill_milliseconds,
+                    draft=self._draft_of(model.draft, drafter),
                 ),
                 service,
                 made(self._cache / "run"),
@@ -81,6 +77,32 @@ class ServedModels:
                 command=self._engine_command,
             )
             self._supervise(service)
+
+    async def _find(self, section: ModelSection) -> PlannedModel:
+        folder = await fetched(section.source, self._cache)
+        drafter = None
+        if section.draft is not None and section.draft.speculation is not SpeculationMode.OFF:
+            drafter = await fetched(section.draft.checkpoint, self._cache)
+        try:
+            facts = await asyncio.to_thread(inspect, folder)
+        except CheckpointError as error:
+            raise SparklaneError(str(error), ExitCode.CHECKPOINT) from error
+        return PlannedModel(section, facts, drafter)
+
+    def _draft_of(self, draft: DraftSection | None, drafter: Path | None) -> DraftConfigure | None:
+        if draft is None or drafter is None:
+            return None
+        return DraftConfigure(
+            drafter=str(drafter),
+            bits=draft.bits,
+            group_size=draft.group_size,
+            own_head=draft.own_head,
+            always=draft.speculation is SpeculationMode.ALWAYS,
+            maximum_draft_tokens=draft.maximum_tokens,
+            confidence_threshold=draft.confidence_threshold,
+            rejection=draft.acceptance is AcceptanceRule.REJECTION,
+            costs_folder=str(self._cache / "costs"),
+        )
 
     def applicable(self, new: Configuration) -> Configuration:
         """The present configuration with what can be changed while serving taken from `new`."""

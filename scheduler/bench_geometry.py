@@ -17,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ class Bench:
             machine=device_name(),
             backend=device_kind(),
             blas="",
-            mlx=mx.__version__,
+            mlx=version("mlx"),
             target=target.precision,
             drafter="",
             maximum_rows=rows,
@@ -207,7 +208,8 @@ class Bench:
     def chosen_speed(self, rows: int, acceptance: float, seconds: float) -> tuple[float, float]:
         """Tokens per second of the lane's own choices, and their mean width."""
         lane = self.lane(rows, acceptance, None)
-        tokens, widths = 0, []
+        tokens = 0
+        widths: list[float] = []
         for _ in range(ROUNDS):
             lane.step()
         started = time.perf_counter()
@@ -288,14 +290,14 @@ def main() -> None:
             fixed = {w: rows * expected_tokens(acceptance, w) / wall for w, wall in walls.items()}
             fixed[1] = serial
             best = max(fixed, key=lambda width: fixed[width])
-            speed, width = bench.chosen_speed(rows, acceptance, arguments.seconds)
+            speed, mean_width = bench.chosen_speed(rows, acceptance, arguments.seconds)
             _print(
                 what="choice",
                 rows=rows,
                 profile=name,
                 serial=serial,
                 chosen=speed,
-                mean_width=width,
+                mean_width=mean_width,
                 best_width=best,
                 best_fixed=fixed[best],
                 of_best=speed / fixed[best],

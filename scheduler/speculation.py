@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from models.backend import device_kind, device_name
+from models.backend import DeviceKind, device_kind, device_name
 from models.calibration import Calibration, CalibrationError
 from models.dspark.configuration import TargetShape
 from models.dspark.drafter import Drafter
@@ -79,7 +79,7 @@ def load_pair(
         folder,
         target.model,
         TargetShape.read(target.facts.folder),
-        bits=configure.bits,
+        bits=draft_bits(configure),
         group_size=configure.group_size,
         own_head=configure.own_head,
     )
@@ -105,9 +105,14 @@ def load_pair(
     return Pair(target, drafter, taps, RoundCosts(record), calibration, settings)
 
 
+def draft_bits(configure: DraftConfigure) -> int:
+    """Bits of the drafter's weights: quantized products are slow on the CPU."""
+    return configure.bits or (16 if device_kind() is DeviceKind.CPU else 4)
+
+
 def cost_key(target: Target, configure: DraftConfigure, *, maximum_rows: int, blas: str) -> CostKey:
     """What the costs of this pair, as loaded here, depend on."""
-    drafter = f"{Path(configure.drafter).resolve()} at {configure.bits} bits"
+    drafter = f"{Path(configure.drafter).resolve()} at {draft_bits(configure)} bits"
     return CostKey(
         machine=f"{platform.machine()} {platform.processor()} {os.cpu_count()} {device_name()}",
         backend=device_kind(),

@@ -21,6 +21,7 @@ from daemon.configuration import (
     load,
     reloadable_changes,
 )
+from daemon.draft_section import DraftSection, SpeculationMode
 from daemon.exit_codes import ExitCode, SparklaneError
 
 FULL = """\
@@ -167,7 +168,8 @@ def test_reloading_takes_what_it_can_and_names_the_rest() -> None:
 
 def test_every_key_is_documented_and_its_default_is_the_schemas() -> None:
     rows = describe()
-    assert {row.section.strip("[]") for row in rows} == set(Configuration.__struct_fields__)
+    sections = {row.section.strip("[]") for row in rows}
+    assert sections == {*Configuration.__struct_fields__, "models.draft"}
     text, section = "", ""
     for row in rows:
         assert row.description.endswith("."), row
@@ -178,4 +180,20 @@ def test_every_key_is_documented_and_its_default_is_the_schemas() -> None:
             text += f'{row.key} = "{DEFAULT_MODEL}"\n'
         elif row.default != "none":
             text += f"{row.key} = {row.default}\n"
-    assert decode(text, "the documented defaults") == Configuration()
+    found = decode(text, "the documented defaults")
+    (model,) = found.models
+    assert model.draft == DraftSection(checkpoint=DEFAULT_MODEL)
+    plain = msgspec.structs.replace(found, models=(msgspec.structs.replace(model, draft=None),))
+    assert plain == Configuration()
+
+
+def test_flags_of_drafting_make_or_change_a_drafter() -> None:
+    flags = Flags(draft_model="/d", draft_bits=8, num_draft_tokens=3)
+    (model,) = decode("", "flags", flags).models
+    assert model.draft == DraftSection(checkpoint="/d", bits=8, maximum_tokens=3)
+    text = '[[models]]\nname = "a"\n[models.draft]\ncheckpoint = "/f"\nbits = 4\n'
+    (model,) = decode(text, "file", Flags(speculation=SpeculationMode.OFF)).models
+    assert model.draft is not None
+    assert (model.draft.bits, model.draft.speculation) == (4, SpeculationMode.OFF)
+    with pytest.raises(SparklaneError, match="checkpoint"):
+        decode("", "flags", Flags(draft_bits=8))

@@ -10,10 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.configuration import MemorySection, ModelSection, Precision
+from daemon.drafter_budget import with_drafter
 from daemon.exit_codes import ExitCode, SparklaneError
-from daemon.memory_budget import model_needs, plan_models
+from daemon.memory_budget import PlannedModel, model_needs, plan_models
 from models import row_buffer
 from models.checkpoint import inspect
+from models.dspark.configuration import TargetShape
+from models.dspark.loader import load_drafter
+from models.target import Target
 from scheduler import ledger
 from scheduler.ledger import KvCost
 from scheduler.memory_plan import (
@@ -150,9 +154,27 @@ def test_the_default_model_has_the_needs_that_its_engine_has(smollm2: Path) -> N
 
 
 def test_a_configured_limit_counts_and_is_named(smollm2: Path) -> None:
-    models = [(ModelSection(name="default"), inspect(smollm2))]
+    models = [PlannedModel(ModelSection(name="default"), inspect(smollm2))]
     ((plan, _),) = plan_models(models, MemorySection(limit_bytes=3 * GIGABYTE, reserve_bytes=0))
     assert plan.total == 3 * GIGABYTE
     with pytest.raises(SparklaneError, match=r"memory\.limit_bytes leaves 0\.50 GB") as error:
         plan_models(models, MemorySection(limit_bytes=GIGABYTE // 2))
     assert error.value.exit_code == ExitCode.CONFIGURATION
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma4"])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_drafter_is_planned_for_as_it_will_be_held(family: str, bits: int) -> None:
+    folder = Path(__file__).parent / "fixtures" / "dspark" / family
+    facts = inspect(folder / "target")
+    needs = model_needs(ModelSection(name="pair"), facts, on_gpu=False)
+    planned = with_drafter(needs, folder / "drafter", bits=bits, group_size=64, own_head=False)
+    target = Target.load(folder / "target")
+    drafter = load_drafter(
+        folder / "drafter", target.model, TargetShape.read(folder / "target"), bits=bits
+    )
+    context = planned.kv_cost.bytes_per_token - needs.kv_cost.bytes_per_token
+    assert context == drafter.context_bytes_per_token
+    # Norms and biases stay whole, and scales are float32 here instead of 16 bits.
+    weights = planned.weight_bytes - needs.weight_bytes
+    assert weights == pytest.approx(drafter.weight_bytes, rel=0.001 if bits == 16 else 0.25)

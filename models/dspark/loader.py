@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
 
 from models.dspark.configuration import (
     DrafterConfiguration,
@@ -45,7 +46,8 @@ def load_drafter(
 
     `bits` 4 or 8 quantizes everything but the confidence head in groups of `group_size`; 16
     and None leave the weights in `dtype`, by default that of the target's activations. A
-    checkpoint that is stored quantized loads as it is. `own_head` keeps the drafter's own
+    checkpoint that is stored quantized loads as it is, unless `bits` is 16: then its weights
+    are spread out to `dtype`. `own_head` keeps the drafter's own
     embedding and head; they are kept also when the target's cannot be borrowed.
     """
     if bits not in (None, 4, 8, 16):
@@ -73,6 +75,8 @@ def load_drafter(
     )
     if configuration.quantization is None and bits in (4, 8):
         quantize(network, bits, group_size)
+    if configuration.quantization is not None and bits == 16:
+        dequantize_model(network)
     network.eval()
     mx.eval(network.parameters())
     return Drafter(configuration, network, vocabulary or network, dtype)
