@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -16,6 +21,7 @@ from daemon.bench.prompts import fitted, plain_words
 from daemon.configuration import decode
 from daemon.exit_codes import ExitCode, SparklaneError
 
+ROOT = Path(__file__).parent.parent
 PAIR = Path(__file__).parent / "fixtures" / "dspark" / "qwen3"
 TARGET, DRAFTER = str(PAIR / "target"), str(PAIR / "drafter")
 
@@ -111,3 +117,24 @@ def test_paired_prompts_are_as_long_as_asked_with_the_template() -> None:
     found = prompts.some(3, 200)
     assert all(180 <= len(prompt.tokens) <= 200 for prompt in found)
     assert len({prompt.text for prompt in found}) == 3
+
+
+def test_a_benchmark_that_is_told_to_stop_takes_its_servers_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "daemon", "bench", "fanout", "--model", TARGET]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*command, "--streams", "2", "--max-tokens", "100000"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as bench_process:
+        assert bench_process.stderr is not None
+        for line in bench_process.stderr:
+            if line.startswith("2 streams"):
+                break
+        servers = psutil.Process(bench_process.pid).children(recursive=True)
+        assert len(servers) == 2
+        bench_process.terminate()
+        assert bench_process.wait() == 128 + signal.SIGTERM
+    assert psutil.wait_procs(servers, timeout=30)[1] == []
+    assert list(tmp_path.iterdir()) == []

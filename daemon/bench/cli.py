@@ -8,6 +8,7 @@ print in one line.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -40,11 +41,23 @@ def _rounds_option(default: int) -> Callable[[Command], Command]:
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a benchmark on the event loop that the daemon uses."""
+    """Run a benchmark on the event loop that the daemon uses.
+
+    Servers that a benchmark started must not outlive it: SIGTERM unwinds it as Ctrl-C does.
+    """
     import uvloop
 
+    async def until_told_to_stop() -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+        try:
+            return runner.run(until_told_to_stop())
+        except asyncio.CancelledError:
+            raise SystemExit(128 + signal.SIGTERM) from None
 
 
 @click.group()

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from daemon.bench.timings import LoadSummary, Percentiles, Ratio
+from daemon.bench.timings import LoadSummary, Ratio
 from daemon.version import VERSION
 
 _progress = Console(stderr=True)
@@ -75,12 +75,14 @@ def load_table(title: str, loads: dict[str, LoadSummary]) -> Table:
     row("tokens", [str(load.tokens) for load in summaries])
     row("seconds", [f"{load.seconds:.2f}" for load in summaries])
     row("tokens per second", [f"{load.tokens_per_second:.1f}" for load in summaries])
-    for name, of in (
+    for name, samples in (
         ("first token", [load.first_token_seconds for load in summaries]),
         ("inter-token", [load.inter_token_seconds for load in summaries]),
         ("end to end", [load.end_to_end_seconds for load in summaries]),
     ):
-        row(f"{name}, ms: p50 / p90 / p99", [_milliseconds(sample) for sample in of])
+        row(f"{name}, ms  p50", [_milliseconds(sample.p50) for sample in samples])
+        row("  p90", [_milliseconds(sample.p90) for sample in samples])
+        row("  p99", [_milliseconds(sample.p99) for sample in samples])
     if error := next((load.first_error for load in summaries if load.first_error), None):
         table.caption = f"first error: {error}"
     return table
@@ -123,9 +125,8 @@ def verdict(reached: bool) -> str:
     return "[green]reached[/green]" if reached else "[red]missed[/red]"
 
 
-def _milliseconds(sample: Percentiles) -> str:
-    values = (sample.p50, sample.p90, sample.p99)
-    return " / ".join("-" if value is None else f"{value * 1000:.1f}" for value in values)
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f}"
 
 
 def _figure(value: float) -> str:
