@@ -15,18 +15,20 @@ from typing import Protocol
 
 import msgspec
 
-from scheduler.messages import FinishReason, Sampling, TokenLogprobs
+from scheduler.messages import FinishReason, LaneChoice, Sampling, Speculation, TokenLogprobs
 
 __all__ = [
     "Delta",
     "Dispatcher",
     "FinishReason",
     "Generation",
+    "LaneChoice",
     "ModelState",
     "Refusal",
     "RefusalKind",
     "Sampling",
     "ServedModel",
+    "Speculation",
     "TokenLogprobs",
 ]
 
@@ -45,17 +47,22 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     stop_tokens: list[int]
     logprobs: int | None = None
     tenant: str = "default"
+    lane: LaneChoice = LaneChoice.AUTO
 
 
 class Delta(msgspec.Struct, frozen=True):
     """Tokens that came since the last delta. The last one of a sequence has a `finish`.
 
     A stop token is included in `tokens`. `logprobs` has one entry for each token, if asked.
+    `lane` is where they were decoded; `speculation` comes with the last delta of a sequence
+    that was in the speculative lane.
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish: FinishReason | None = None
+    lane: str = "serial"
+    speculation: Speculation | None = None
 
 
 class RefusalKind(enum.StrEnum):

@@ -10,7 +10,14 @@ from __future__ import annotations
 import asyncio
 import enum
 
-from daemon.generation import Delta, FinishReason, Generation, Refusal, TokenLogprobs
+from daemon.generation import (
+    Delta,
+    FinishReason,
+    Generation,
+    Refusal,
+    Speculation,
+    TokenLogprobs,
+)
 from daemon.metrics import RequestTimes
 from scheduler.messages import Output, Submit
 
@@ -37,6 +44,7 @@ class LiveRequest:
         self.phase = Phase.QUEUED
         self.arrived = arrived
         self.lane = "serial"
+        self._speculation: Speculation | None = None
         self._started: float | None = None
         self._first: float | None = None
         self._last = arrived
@@ -58,6 +66,7 @@ class LiveRequest:
             max_tokens=self.max_tokens,
             stop_tokens=generation.stop_tokens,
             logprobs=generation.logprobs,
+            lane=generation.lane,
         )
 
     @property
@@ -84,6 +93,7 @@ class LiveRequest:
         if output.logprobs is not None:
             self._logprobs += output.logprobs
         self._finish = output.finish
+        self._speculation = output.speculation
         self._changed.set()
         return gap
 
@@ -118,4 +128,4 @@ class LiveRequest:
         if self.generation.logprobs is not None:
             logprobs, self._logprobs = self._logprobs, []
         self._finish_read = self._finish is not None
-        return Delta(tokens, logprobs, self._finish)
+        return Delta(tokens, logprobs, self._finish, self.lane, self._speculation)

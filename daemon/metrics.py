@@ -24,6 +24,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from daemon.drafting_metrics import DraftingMetrics
 from daemon.generation import FinishReason, RefusalKind
 from scheduler.messages import Memory, Step, StepKind
 
@@ -156,6 +157,7 @@ class Metrics:
         self.replayed = counter(
             "replayed_requests_total", "Requests sent again to a new engine.", "model"
         )
+        self.drafting = DraftingMetrics(self.registry)
         self._unknown_model = self.refusals.labels("", RefusalKind.UNKNOWN_MODEL.value)
 
     def model(self, name: str) -> ModelMetrics:
@@ -193,6 +195,7 @@ class ModelMetrics:
         lanes = LANE_OF_STEP.values()
         self._first_token = {lane: metrics.first_token.labels(model, lane) for lane in lanes}
         self._inter_token = {lane: metrics.inter_token.labels(model, lane) for lane in lanes}
+        self._drafting = metrics.drafting.model(model)
         self._per_token = {lane: metrics.per_output_token.labels(model, lane) for lane in lanes}
         self._generated = {lane: metrics.generated_tokens.labels(model, lane) for lane in lanes}
         self._step_time = {kind: metrics.step_time.labels(model, kind.value) for kind in StepKind}
@@ -217,6 +220,7 @@ class ModelMetrics:
         self._step_time[step.kind].observe(step.seconds)
         if step.rows:
             self._rows[step.kind].observe(step.rows)
+        self._drafting.step(step)
         if step.outputs and step.kind in LANE_OF_STEP:
             tokens = sum(len(output.tokens) for output in step.outputs)
             self._generated[LANE_OF_STEP[step.kind]].inc(tokens)

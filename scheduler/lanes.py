@@ -32,6 +32,7 @@ class LaneStep:
     tokens: int
     outputs: list[Output]
     round: RoundRecord | None = None
+    probe_paid: bool | None = None
 
 
 class Lanes:
@@ -100,8 +101,17 @@ class Lanes:
         rows = self._drafting
         outputs, record = self._speculative.step()
         if record is None:
-            return LaneStep(StepKind.SERIAL, rows, rows, outputs)
-        return LaneStep(StepKind.SPECULATIVE, rows, rows * record.width, outputs, record)
+            return LaneStep(
+                StepKind.SERIAL, rows, rows, outputs, probe_paid=self._speculative.probe_paid
+            )
+        return LaneStep(
+            StepKind.SPECULATIVE,
+            rows,
+            rows * record.width,
+            outputs,
+            record,
+            self._speculative.probe_paid,
+        )
 
     def observe(self, step: LaneStep, seconds: float) -> None:
         """What the step took, for sharing time between the lanes."""

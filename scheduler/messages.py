@@ -193,7 +193,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """The record of one step. `tokens` counts input tokens; `started` lists the requests
-    whose prefill began with it; `parked_rows` could draft and do not, because it does not pay."""
+    whose prefill began with it; `parked_rows` could draft and do not, because it does not
+    pay, and `probe_paid` tells how a probe ended that was part of the step."""
 
     kind: StepKind
     seconds: float
@@ -203,6 +204,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     started: list[int] = []
     round: RoundRecord | None = None
     parked_rows: int = 0
+    probe_paid: bool | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):

@@ -78,6 +78,8 @@ class SpeculativeLane:
         self._draft: Draft | None = None
         self._survival: list[list[float]] = []
         self._plain = SerialLane(state)
+        # Whether the probe of the last step, if it was one, showed that drafting pays again.
+        self.probe_paid: bool | None = None
         self._parking = Parking(clock)
 
     def __len__(self) -> int:
@@ -127,6 +129,7 @@ class SpeculativeLane:
 
     def step(self) -> tuple[list[Output], RoundRecord | None]:
         """Run a round, or a plain step while parked. The record is of a round only."""
+        self.probe_paid = None
         if self._plain.rows and not self._parking.probing:
             self._plain.launch()
             return self._with_tallies(self._plain.collect(keep=1)), None
@@ -139,6 +142,8 @@ class SpeculativeLane:
         pays = choice.width > 1
         fresh = self._draft is None
         if not fresh and not self._forced:
+            if self._parking.probing:
+                self.probe_paid = pays
             self._parking.observe(pays, self._costs.draft_seconds(len(self._rows)))
         if self._parking.parked:
             self._park()

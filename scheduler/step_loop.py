@@ -139,6 +139,7 @@ class StepLoop:
                 outputs=step.outputs,
                 round=step.round,
                 parked_rows=self._lanes.parked_rows,
+                probe_paid=step.probe_paid,
             )
         )
         return seconds

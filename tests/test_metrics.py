@@ -10,9 +10,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from daemon.generation import FinishReason, RefusalKind
 from daemon.metrics import Metrics, RequestTimes
-from scheduler.messages import Memory, Output, Step, StepKind
+from scheduler.messages import Memory, Output, RoundRecord, Step, StepKind
 
 EXPECTED = {
+    "sparklane_accepted_tokens_by_position_total": ("counter", {"model", "position"}),
+    "sparklane_accepted_tokens_total": ("counter", {"model"}),
+    "sparklane_draft_seconds_total": ("counter", {"model"}),
+    "sparklane_draft_tokens_total": ("counter", {"model"}),
+    "sparklane_drafts_total": ("counter", {"model"}),
+    "sparklane_parked_row_seconds_total": ("counter", {"model"}),
+    "sparklane_parked_rows": ("gauge", {"model"}),
+    "sparklane_probes_total": ("counter", {"model", "result"}),
+    "sparklane_rounds_total": ("counter", {"model"}),
+    "sparklane_verify_seconds_total": ("counter", {"model"}),
+    "sparklane_verify_width_tokens": ("histogram", {"model"}),
     "sparklane_batch_rows": ("histogram", {"model", "kind"}),
     "sparklane_build_info": ("gauge", {"version", "python_version"}),
     "sparklane_cancellations_total": ("counter", {"model", "reason"}),
@@ -68,8 +79,39 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
 
 
+ROUND = Step(
+    kind=StepKind.SPECULATIVE,
+    seconds=0.25,
+    rows=2,
+    tokens=8,
+    outputs=[Output(1, [5, 6, 7]), Output(2, [9])],
+    round=RoundRecord(4, 6, 2, [1, 1, 0], 0.05),
+    probe_paid=True,
+)
+
+
+def test_a_round_is_counted_in_its_parts(metrics: Metrics) -> None:
+    model = metrics.model("m")
+    model.step(ROUND)
+    model.step(Step(kind=StepKind.SERIAL, seconds=0.5, rows=2, tokens=2, parked_rows=2))
+
+    def total(name: str, **labels: str) -> float | None:
+        return value(metrics, f"sparklane_{name}", model="m", **labels)
+
+    assert (total("rounds_total"), total("drafts_total")) == (1, 2)
+    assert (total("draft_tokens_total"), total("accepted_tokens_total")) == (6, 2)
+    assert total("accepted_tokens_by_position_total", position="2") == 1
+    assert total("accepted_tokens_by_position_total", position="3") == 0
+    assert total("draft_seconds_total") == pytest.approx(0.05)
+    assert total("verify_seconds_total") == pytest.approx(0.20)
+    assert total("verify_width_tokens_sum") == 4
+    assert total("probes_total", result="paid") == 1
+    assert (total("parked_rows"), total("parked_row_seconds_total")) == (2, 1.0)
+    assert total("generated_tokens_total", lane="speculative") == 4
+
+
 def test_names_and_labels_are_pinned(metrics: Metrics) -> None:
-    metrics.model("m")
+    metrics.model("m").step(ROUND)
     found = {}
     for family in text_string_to_metric_families(metrics.exposition()[0].decode()):
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
