@@ -25,6 +25,7 @@ class FrozenTarget:
         outer = getattr(target.model, "language_model", target.model)
         self._body: Any = outer.model
         head: Any = getattr(outer, "lm_head", None)
+        self.embedding: mx.array = self._body.embed_tokens.weight
         self.head: mx.array = (self._body.embed_tokens if head is None else head).weight
         self.final_norm: mx.array = self._body.norm.weight
         self._taps = Taps(target.model, tap_layers)

@@ -1,0 +1,86 @@
+"""Write a drafter in another form: with or without the target's matrices, in fewer bits.
+
+Run as `python -m models.workshop.export --target DIR --drafter DIR --out DIR`, in a process of
+its own. `--with-embeddings` adds the copies of the target's embedding and head that DeepSpec's
+own reader wants; without it they are left out, since ours binds the target's. A checkpoint of
+DeepSpec's goes in as well as one of ours. A calibration beside the drafter goes along. Exits
+with 2 when the drafter does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from models import calibration
+from models.checkpoint import CheckpointError
+from models.dspark.configuration import DrafterError, TargetShape
+from models.dspark.loader import load_drafter
+from models.target import Target
+from models.workshop.checkpoint_files import WEIGHTS
+from models.workshop.dequantized import dequantize_network
+from models.workshop.frozen_target import FrozenTarget
+from models.workshop.progress import refuse, say
+from models.workshop.quantization import Recipe, quantize_by_recipe, stored_weights
+from models.workshop.run_folder import write_json
+
+
+def export(
+    target: Path, drafter: Path, out: Path, recipe: Recipe | None, with_embeddings: bool
+) -> int:
+    """Write the drafter to `out`; returns the bytes of its weights' file."""
+    if recipe is not None and with_embeddings:
+        raise DrafterError("DeepSpec reads no quantized weights: leave one of the two out")
+    model = Target.load(target, "bfloat16")
+    loaded = load_drafter(drafter, model.model, TargetShape.read(target), dtype=mx.float32)
+    config: dict[str, Any] = dict(loaded.configuration.source)
+    for key in ("quantization", "quantization_config"):
+        config.pop(key, None)
+    dequantize_network(loaded.network)
+    if recipe is not None:
+        config["quantization"] = quantize_by_recipe(loaded.network, recipe)
+    weights = stored_weights(loaded.network)
+    if with_embeddings:
+        frozen = FrozenTarget(model, [])
+        weights["embed_tokens.weight"] = frozen.embedding.astype(mx.bfloat16)
+        weights["lm_head.weight"] = frozen.head.astype(mx.bfloat16)
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = out / f".new-{WEIGHTS}"
+    mx.save_safetensors(str(temporary), weights, {"format": "mlx" if recipe else "pt"})
+    temporary.replace(out / WEIGHTS)
+    write_json(out / "config.json", config)
+    stored = drafter / calibration.FILE_NAME
+    if stored.exists() and out != drafter:
+        shutil.copyfile(stored, out / calibration.FILE_NAME)
+    return (out / WEIGHTS).stat().st_size
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The step; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m models.workshop.export", description="Write a drafter in another form."
+    )
+    add = parser.add_argument
+    add("--target", type=Path, required=True, help="folder of the target")
+    add("--drafter", type=Path, required=True, help="folder of the drafter")
+    add("--out", type=Path, required=True, help="folder to write")
+    add("--with-embeddings", action="store_true", help="as DeepSpec's reader wants it")
+    add("--quantize", help='BITS:GROUP[,PART=BITS], such as "4:32,fc=8"')
+    options = parser.parse_args(arguments)
+    try:
+        recipe = Recipe.parse(options.quantize) if options.quantize else None
+        size = export(options.target, options.drafter, options.out, recipe, options.with_embeddings)
+    except (CheckpointError, DrafterError, OSError, ValueError) as error:
+        return refuse(f"cannot export: {error}")
+    say("result", command="export", drafter=str(options.out), bytes=size)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

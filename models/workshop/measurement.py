@@ -1,0 +1,189 @@
+"""Measure a drafter: tokens a round, and wall clock against decoding without it.
+
+Run as `python -m models.workshop.measurement --target DIR --drafter DIR --prompts FILE`, in a
+process of its own. The two ways of decoding take turns, prompt by prompt, in changing order, so
+that a change of the machine's load hits both. With `--acceptance both`, coupled acceptance and
+rejection sampling are measured side by side. With `--json` the result is one JSON object.
+Exits with 2 when something cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from models.backend import DeviceKind, device_kind
+from models.checkpoint import CheckpointError
+from models.dspark.configuration import DrafterError, TargetShape
+from models.dspark.drafter import Drafter
+from models.dspark.loader import load_drafter
+from models.target import Target
+from models.workshop.chat_text import ChatText
+from models.workshop.dequantized import dequantize_network
+from models.workshop.figures import acceptance, divergences, looping_share
+from models.workshop.progress import refuse, say
+from models.workshop.regeneration import read_prompts
+from models.workshop.run_folder import RunError, versions
+from models.workshop.speculation import Answer, Decoder, Settings, Timed
+
+
+def load_pair(
+    target_folder: Path, drafter_folder: Path, precision: str = "auto", bits: int | None = None
+) -> tuple[Target, Drafter]:
+    """A pair as it is served. On the CPU a quantized drafter is expanded: only float32
+    products are fast there."""
+    target = Target.load(target_folder, precision)
+    shape = TargetShape.read(target_folder)
+    drafter = load_drafter(drafter_folder, target.model, shape, bits=bits)
+    if device_kind() is DeviceKind.CPU:
+        dequantize_network(drafter.network)
+    return target, drafter
+
+
+def measure(
+    decoder: Decoder,
+    prompts: Sequence[list[int]],
+    *,
+    block: int,
+    count: int,
+    temperature: float,
+    seed: int,
+    rows: int = 1,
+    width: int | None = None,
+    acceptances: Sequence[str] = ("coupled",),
+    serial: bool = True,
+    seconds: float = 0.0,
+) -> dict[str, Any]:
+    """Decode `prompts` in groups of `rows`, both ways; see the fields of the result. Stops
+    early after `seconds`."""
+    plain: list[Answer] = []
+    answers: dict[str, list[Answer]] = {kind: [] for kind in acceptances}
+    spent = dict.fromkeys(("serial", *acceptances), 0.0)
+    started = time.monotonic()
+    done = 0
+    for number, at in enumerate(range(0, len(prompts), rows)):
+        if 0 < seconds < time.monotonic() - started and number:
+            break
+        group = list(prompts[at : at + rows])
+        settings = [
+            Settings(temperature=temperature, seed=seed + at + index) for index in range(len(group))
+        ]
+        ways = [*(["serial"] if serial else []), *acceptances]
+        for way in ways if number % 2 == 0 else reversed(ways):
+            timed: Timed
+            if way == "serial":
+                timed = decoder.serial(group, settings, count)
+                plain += timed.answers
+            else:
+                timed = decoder.speculative(
+                    group, settings, count, width=width, rejection=way == "rejection"
+                )
+                answers[way] += timed.answers
+            spent[way] += timed.seconds
+        done += len(group)
+        say("progress", done=done, total=len(prompts))
+    result: dict[str, Any] = {"prompts": done, "temperature": temperature, "rows": rows}
+    for kind in acceptances:
+        own = answers[kind]
+        tokens = sum(len(answer.tokens) for answer in own)
+        figures: dict[str, Any] = {
+            **acceptance(own, block),
+            "tau_first_64": acceptance(own, block, 64)["tau"],
+            "looping_share": round(looping_share(own), 4),
+            "tokens": tokens,
+            "speculative_tokens_per_second": tokens / max(spent[kind], 1e-9),
+        }
+        if serial:
+            rate = sum(len(answer.tokens) for answer in plain) / max(spent["serial"], 1e-9)
+            figures["serial_tokens_per_second"] = rate
+            figures["speedup"] = figures["speculative_tokens_per_second"] / max(rate, 1e-9)
+            if kind == "coupled":
+                figures["divergences"] = divergences(plain, own)
+        if kind == acceptances[0]:
+            result.update(figures)
+        else:
+            result[kind] = figures
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The step; returns its exit code."""
+    options = _parse(arguments)
+    try:
+        target, drafter = load_pair(
+            options.target, options.drafter, options.precision, options.draft_bits
+        )
+        text = ChatText(options.target)
+        prompts = [text.prompt(prompt) for prompt in read_prompts([options.prompts])]
+        decoder = Decoder(target, drafter)
+        say("start", command="measure", prompts=min(options.limit, len(prompts)))
+        chosen = prompts[: options.limit]
+        common: dict[str, Any] = {
+            "block": drafter.block_size,
+            "temperature": options.temperature,
+            "seed": options.seed,
+            "rows": options.rows,
+            "width": options.width,
+        }
+        # Kernels are built and caches grown before anything is timed.
+        measure(decoder, chosen[: options.rows], count=16, **common)
+        both = ("coupled", "rejection")
+        result = measure(
+            decoder,
+            chosen,
+            count=options.max_tokens,
+            acceptances=both if options.acceptance == "both" else (options.acceptance,),
+            serial=not options.no_serial,
+            seconds=options.seconds,
+            **common,
+        )
+        decoder.close()
+    except (CheckpointError, DrafterError, RunError, OSError, ValueError) as error:
+        return refuse(f"cannot measure: {error}")
+    result.update(
+        dataset=options.prompts.stem,
+        max_tokens=options.max_tokens,
+        drafter_bytes=drafter.weight_bytes,
+        precision=target.precision,
+        peak_memory=mx.get_peak_memory(),
+        versions=versions(),
+    )
+    say("result", command="measure", **result)
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m models.workshop.measurement", description="Measure a drafter."
+    )
+    add = parser.add_argument
+    add("--target", type=Path, required=True, help="folder of the target")
+    add("--drafter", type=Path, required=True, help="folder of the drafter")
+    add("--prompts", type=Path, required=True, help="JSON lines with `prompt`")
+    add("--limit", type=int, default=1 << 30, help="prompts")
+    add("--max-tokens", type=int, default=256, help="tokens of an answer")
+    add("--temperature", type=float, default=0.0)
+    add("--acceptance", choices=("coupled", "rejection", "both"), default="coupled")
+    add("--rows", type=int, default=1, help="prompts decoded together")
+    add("--width", type=int, help="drafts verified a round; the whole block by default")
+    add("--draft-bits", type=int, choices=(4, 8, 16), help="quantize the drafter")
+    add("--precision", default="auto", help="of the target")
+    add("--no-serial", action="store_true", help="acceptance only")
+    add("--seconds", type=float, default=0.0, help="begin no prompt after so long")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="file for the result")
+    add("--json", action="store_true", help="the result is JSON, as all output is")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""Decoding prompts with and without a drafter, as plainly as it can be measured.
+
+Runs on the calling thread, which reads every round. Rows are decoded a group at a time: all of
+a group begin together, and a row that ends leaves. Serial and speculative decode choose tokens
+with the same settings and noise, so that their texts can be compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import msgspec
+
+from models.decode_rows import TargetRows
+from models.dspark.drafter import Drafter
+from models.dspark.rows import SpeculativeRows, chooser
+from models.sampling import RowSampling, choose, distribution
+from models.taps import Taps
+from models.target import Target
+
+PREFILL_CHUNK = 512
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen: a request's sampling fields, as `models.sampling` takes them."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+
+
+class Round(NamedTuple):
+    """Drafts of one row and how many were accepted; `produced` tokens before it."""
+
+    produced: int
+    drafted: int
+    accepted: int
+    confidences: list[float]
+    stopped: bool
+
+
+class Answer(NamedTuple):
+    """`tokens` up to the budget or the stop token; `margins` are the target's top-2 margins
+    where tokens were chosen, empty when not asked for."""
+
+    tokens: list[int]
+    rounds: list[Round]
+    margins: list[float]
+
+
+class Timed(NamedTuple):
+    """The answers of a group, and the seconds from the end of its prefill."""
+
+    answers: list[Answer]
+    seconds: float
+
+
+class Decoder:
+    """A pair, ready to decode both ways. Removes its taps on `close`."""
+
+    def __init__(self, target: Target, drafter: Drafter) -> None:
+        self._target, self._drafter = target, drafter
+        self._taps = Taps(target.model, drafter.configuration.tap_layers)
+        self._stops = frozenset(target.facts.stop_tokens)
+
+    def close(self) -> None:
+        """Give the target its own layers back."""
+        self._taps.remove()
+
+    def serial(
+        self, prompts: Sequence[list[int]], settings: Sequence[Settings], count: int
+    ) -> Timed:
+        """One token a step and row."""
+        rows = TargetRows(self._target)
+        for prompt in prompts:
+            one = TargetRows(self._target)
+            one.open_row()
+            for part in _chunks(prompt):
+                one.prefill(part)
+                self._taps.discard()
+            rows.join(one)
+        samplings = [RowSampling(s, self._target.vocabulary_size, []) for s in settings]
+        group = _Group(prompts, count, self._stops)
+        mx.synchronize()
+        begun = time.perf_counter()
+        while group.live:
+            logits = rows.decode(mx.array([[token] for token in group.anchors()]))
+            self._taps.discard()
+            own = [samplings[index] for index in group.live]
+            tokens = choose(logits, own, [length for length in rows.lengths])
+            ordered = mx.topk(logits[:, 0].astype(mx.float32), 2, axis=-1)
+            margins = mx.abs(ordered[:, 1] - ordered[:, 0])
+            mx.eval(tokens, margins)
+            values: Any = margins.tolist()
+            chosen: Any = tokens.tolist()
+            for row in reversed(group.add(chosen, [None] * len(own), values)):
+                rows.leave(row)
+        return Timed(group.answers(), time.perf_counter() - begun)
+
+    def speculative(
+        self,
+        prompts: Sequence[list[int]],
+        settings: Sequence[Settings],
+        count: int,
+        *,
+        width: int | None = None,
+        rejection: bool = False,
+    ) -> Timed:
+        """A block a round and row; `width` drafts of it are verified, all when None."""
+        rows = SpeculativeRows(self._target, self._drafter, self._taps)
+        for prompt in prompts:
+            one = SpeculativeRows(self._target, self._drafter, self._taps)
+            one.open_row()
+            for part in _chunks(prompt):
+                one.prefill(part)
+            rows.join(one)
+        samplings = [RowSampling(s, self._target.vocabulary_size, []) for s in settings]
+        group = _Group(prompts, count, self._stops)
+        mx.synchronize()
+        begun = time.perf_counter()
+        first = True
+        while group.live:
+            own = [samplings[index] for index in group.live]
+            pick = chooser(own, list(rows.lengths))
+            anchors = mx.array(group.anchors(), dtype=mx.int32)
+            if first:
+                # Drafters are trained on anchors inside answers: the first token is decoded.
+                drafted, confidences = 0, None
+                verified = rows.verify(anchors, None, choose=pick)
+            else:
+                draft = rows.draft(anchors, cap=width, choose=pick, keep_logits=rejection)
+                drafted, confidences = draft.tokens.shape[1], draft.confidence_logits
+                if rejection:
+                    verified = rows.verify_rejecting(
+                        anchors,
+                        draft,
+                        distribution=_distribution(own),
+                        seeds=[row.seed for row in own],
+                    )
+                else:
+                    verified = rows.verify(anchors, draft.tokens, choose=pick)
+            wanted = [verified.tokens, verified.accepted]
+            mx.eval(*wanted, *([] if confidences is None else [confidences]))
+            accepted: Any = verified.accepted.tolist()
+            tokens: Any = verified.tokens.tolist()
+            logits: Any = [[]] * len(own) if confidences is None else confidences.tolist()
+            rows.commit([each + 1 for each in accepted])
+            committed = [row[: n + 1] for row, n in zip(tokens, accepted, strict=True)]
+            details: list[tuple[int, int, list[float]] | None] = [
+                None if first else (drafted, n, own_logits)
+                for n, own_logits in zip(accepted, logits, strict=True)
+            ]
+            for row in reversed(group.add(committed, details, None)):
+                rows.leave(row)
+            first = False
+        return Timed(group.answers(), time.perf_counter() - begun)
+
+
+class _Group:
+    """The answers of prompts that began together; `live` are the indices of those that go on,
+    in the order of the rows that decode them."""
+
+    def __init__(self, prompts: Sequence[list[int]], count: int, stops: frozenset[int]) -> None:
+        self.live = list(range(len(prompts)))
+        self._count, self._stops = count, stops
+        self._last = [prompt[-1] for prompt in prompts]
+        self._tokens: list[list[int]] = [[] for _ in prompts]
+        self._rounds: list[list[Round]] = [[] for _ in prompts]
+        self._margins: list[list[float]] = [[] for _ in prompts]
+
+    def anchors(self) -> list[int]:
+        """The last token of every live row."""
+        return [self._last[index] for index in self.live]
+
+    def add(
+        self,
+        committed: list[list[int]],
+        details: Sequence[tuple[int, int, list[float]] | None],
+        margins: list[float] | None,
+    ) -> list[int]:
+        """Take in a step; returns the rows that ended, in order."""
+        ended = []
+        for row, index in enumerate(self.live):
+            answer, new = self._tokens[index], committed[row]
+            stop = next((at for at, token in enumerate(new) if token in self._stops), None)
+            detail = details[row]
+            if detail is not None:
+                drafted, accepted, confidences = detail
+                self._rounds[index].append(
+                    Round(len(answer), drafted, accepted, confidences, stop is not None)
+                )
+            if margins is not None:
+                self._margins[index].append(margins[row])
+            answer += new if stop is None else new[: stop + 1]
+            self._last[index] = new[-1]
+            if stop is not None or len(answer) >= self._count:
+                del answer[self._count :]
+                ended.append(row)
+        for row in reversed(ended):
+            # As rows do: the last one takes the place of the one that leaves.
+            last = self.live.pop()
+            if row < len(self.live):
+                self.live[row] = last
+        return ended
+
+    def answers(self) -> list[Answer]:
+        return [
+            Answer(*parts) for parts in zip(self._tokens, self._rounds, self._margins, strict=True)
+        ]
+
+
+def _distribution(rows: list[RowSampling]) -> Any:
+    return lambda logits, _column: distribution(logits, rows)
+
+
+def _chunks(prompt: list[int]) -> list[mx.array]:
+    """All but the last token, which is the first anchor."""
+    body = prompt[:-1]
+    return [
+        mx.array([body[at : at + PREFILL_CHUNK]], dtype=mx.int32)
+        for at in range(0, len(body), PREFILL_CHUNK)
+    ]
