@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from daemon.text.chat_template import ChatTemplate, TemplateRefusal, read_chat_template
-from daemon.text.detokenizer import Detokenizer
+from daemon.text.detokenizer import MOST_HELD, Detokenizer
 from daemon.text.side import TextSide
 from daemon.text.stop_strings import StopStrings
 
@@ -49,7 +52,8 @@ def tokenizer(smollm2: Path) -> Tokenizer:
 
 
 def streamed(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+    added = tokenizer.get_added_tokens_decoder().items()
+    detokenizer = Detokenizer(tokenizer, {token for token, entry in added if entry.special})
     return [detokenizer.add(token) for token in tokens] + [detokenizer.finish()]
 
 
@@ -79,6 +83,46 @@ def test_an_answer_cut_inside_a_character_ends_before_it() -> None:
 def test_any_tokens_stream_as_they_decode(smollm2_tokenizer: Tokenizer, tokens: list[int]) -> None:
     whole = smollm2_tokenizer.decode(tokens, skip_special_tokens=True)
     assert "".join(streamed(smollm2_tokenizer, tokens)) in (whole, whole.rstrip("\ufffd"))
+
+
+BYTE_FALLBACK = byte_fallback_tokenizer()
+WORDS = {1: "hello", 2: "world", 3: "a", 4: "b"}
+
+
+@given(
+    st.lists(
+        st.sampled_from([[1], [2], [3], [4]])
+        | st.characters(exclude_categories=["Cs"]).map(
+            lambda character: [5 + byte for byte in character.encode()]
+        ),
+        max_size=20,
+    )
+)
+def test_words_and_bytes_stream_as_they_decode(parts: list[list[int]]) -> None:
+    tokens = [token for part in parts for token in part]
+    whole = BYTE_FALLBACK.decode(tokens)
+    found = "".join(streamed(BYTE_FALLBACK, tokens))
+    assert found in (whole, whole.rstrip("\ufffd"))
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4]) | st.integers(5 + 0x80, 5 + 0xFF), max_size=40))
+def test_bytes_that_are_no_text_lose_no_word(tokens: list[int]) -> None:
+    """Decoding all at once would spoil good characters beside bad bytes; nothing else is lost."""
+    found = "".join(streamed(BYTE_FALLBACK, tokens))
+    kept = "".join(character for character in found if character in "helowrdab")
+    assert kept == "".join(WORDS.get(token, "") for token in tokens)
+
+
+def test_endless_rubbish_is_not_held_back_for_ever() -> None:
+    found = streamed(BYTE_FALLBACK, [5 + 0xFF] * (3 * MOST_HELD))
+    assert sum(map(bool, found)) >= 2
+
+
+def test_special_tokens_do_not_tear_what_is_around_them(tokenizer: Tokenizer) -> None:
+    special = tokenizer.token_to_id("<|im_end|>")
+    tokens = tokenizer.encode("wave 👋🏽", add_special_tokens=False).ids
+    spread = [token for pair in zip(tokens, [special] * len(tokens), strict=True) for token in pair]
+    assert "".join(streamed(tokenizer, spread)) == "wave 👋🏽"
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +162,9 @@ def test_stop_strings_over_token_borders(
 def test_any_split_stops_at_the_same_place(text: str, stops: list[str], cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(places)]
-    # The first stop string is the one that is complete first; of those the earliest begins.
-    complete = [text.find(stop) + len(stop) for stop in stops if stop in text]
     sent, stopped = through(stops, pieces)
-    assert stopped == bool(complete)
+    assert (sent, stopped) == through(stops, list(text)) == through(stops, [text])
+    assert stopped == any(stop in text for stop in stops)
     if not stopped:
         assert sent == text
     else:
@@ -135,6 +178,39 @@ def test_the_real_template_renders_a_conversation(smollm2: Path) -> None:
     assert template is not None
     prompt = template.render([{"role": "user", "content": "Hi"}])
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be <brief> & 'kind'."},
+    {"role": "user", "content": "Grüße 🦥"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Why?"},
+]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}\n  {{ m.role }}\n{% endfor %}\n",
+        "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
+        "{% if tools is not none %}tools{% endif %}{% if tools is defined %}defined{% endif %}",
+        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}"
+        "{% endfor %}",
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
+        "{{ eos_token }}{% if add_generation_prompt %}go{% endif %}{{ nothing }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+        "{{ ns.n }}",
+    ],
+)
+def test_templates_render_as_transformers_renders_them(source: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    theirs, _ = render_jinja_template(
+        [CONVERSATION], chat_template=source, add_generation_prompt=True, eos_token="</s>"
+    )
+    ours = ChatTemplate(source, {"eos_token": "</s>"}).render(CONVERSATION)
+    assert [ours] == theirs
 
 
 def test_a_template_refuses_in_its_own_words() -> None:
@@ -174,3 +250,40 @@ def test_token_bytes_of_parts_of_a_character(smollm2: Path) -> None:
     side = TextSide(smollm2)
     tokens = Tokenizer.from_file(str(smollm2 / "tokenizer.json")).encode("🦥 é").ids
     assert b"".join(side.token_bytes.of(token) for token in tokens).decode() == "🦥 é"
+
+
+async def _encoded_while_the_loop_runs(side: TextSide, text: str) -> tuple[list[int], int]:
+    """The tokens, and how often the event loop turned while the library was encoding."""
+    turns = 0
+
+    class Watched:
+        def __init__(self, tokenizer: Any) -> None:
+            self.tokenizer = tokenizer
+            self.turned = 0
+
+        def encode_batch_fast(self, *arguments: Any, **options: Any) -> Any:
+            before = turns
+            found = self.tokenizer.encode_batch_fast(*arguments, **options)
+            self.turned = turns - before
+            return found
+
+    watched = Watched(side._tokenizer)
+    side._tokenizer = watched  # type: ignore[assignment]
+    encoding = asyncio.create_task(side.encode(text, special_tokens=False))
+    while not encoding.done():
+        turns += 1
+        await asyncio.sleep(0)
+    return await encoding, watched.turned
+
+
+def test_a_long_prompt_does_not_hold_up_the_event_loop(smollm2: Path) -> None:
+    text = "It was the best of times. " * 20_000
+    # Nobody is made to give up the interpreter's lock, so the loop turns only if it is released.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(30.0)
+    try:
+        tokens, turned = asyncio.run(_encoded_while_the_loop_runs(TextSide(smollm2), text))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(tokens) > 100_000
+    assert turned > 0

@@ -14,10 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 DEFAULT_NAME = "default"
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks an assistant's words for training; here it is just its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The nodes between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class TemplateRefusal(ValueError):
@@ -34,7 +47,7 @@ class ChatTemplate:
             TemplateRefusal: the source is no Jinja template.
         """
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
@@ -55,7 +68,8 @@ class ChatTemplate:
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=True,
-                **(self._special_tokens | variables),
+                # Templates tell "none" from "undefined", and are written for the former.
+                **({"tools": None, "documents": None} | self._special_tokens | variables),
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise TemplateRefusal(str(error) or type(error).__name__) from error
@@ -102,6 +116,18 @@ def _strftime_now(layout: str) -> str:
     return datetime.datetime.now().strftime(layout)
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes for HTML, which would change the prompt.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

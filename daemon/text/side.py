@@ -20,8 +20,9 @@ from daemon.text.detokenizer import Detokenizer
 from daemon.text.token_bytes import TokenBytes
 from models.checkpoint import CheckpointError, inspect
 
-LONG_TEXT = 16_384
-"""Characters from which encoding would hold up the event loop for longer than a millisecond."""
+LONG_TEXT = 2_048
+"""Characters from which encoding would hold up the event loop for longer than half a millisecond
+(measured); a thread costs a tenth of that."""
 
 
 class TextSide:
@@ -39,6 +40,8 @@ class TextSide:
             raise CheckpointError(path, f"cannot be read: {error}", remedy) from error
         self.stop_tokens = list(inspect(folder).stop_tokens)
         self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_tokens = frozenset(id_ for id_, token in added.items() if token.special)
         self.token_bytes = TokenBytes(self._tokenizer, json.loads(path.read_text("utf-8")))
 
     @property
@@ -64,10 +67,13 @@ class TextSide:
 
     def detokenizer(self) -> Detokenizer:
         """A decoder for one sequence."""
-        return Detokenizer(self._tokenizer)
+        return Detokenizer(self._tokenizer, self._special_tokens)
 
     def _encode(self, text: str, special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        # Of a batch, because `encode` itself keeps the interpreter's lock and would hold up the
+        # event loop from any thread.
+        encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+        ids: list[int] = encodings[0].ids
         return ids
 
 

@@ -26,11 +26,14 @@ class StopStrings:
         if not self._stops:
             return piece
         text = self._held + piece
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        # The one that is complete first stops, so that it does not matter how the text is cut.
+        found = [
+            (place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0
+        ]
         if found:
             self.stopped = True
             self._held = ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
