@@ -8,17 +8,17 @@ generations along, wherever they are.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
-from daemon.errors import json_response, of_exception
-from daemon.generation import Dispatcher, Generation, Sampling, ServedModel
-from daemon.openai_answers import Usage
+from daemon.errors import json_response
+from daemon.generation import Dispatcher, Generation, LaneChoice, Sampling, ServedModel
+from daemon.openai_answers import CompletionTokensDetails, SpeculationDetails, Usage
 from daemon.openai_requests import CommonRequest, logit_bias_of
 from daemon.sequence import Piece, SequenceText, pieces
 from daemon.sse import EventStream
@@ -79,6 +79,7 @@ def generations(
             max_tokens=max_tokens,
             stop_tokens=[] if request.ignore_eos else text.stop_tokens,
             logprobs=logprobs,
+            lane=LaneChoice(request.lane),
         )
         for choice in range(request.n or 1)
     ]
@@ -95,38 +96,64 @@ async def answer(
     keepalive_seconds: float,
 ) -> web.StreamResponse:
     """Run the generations of `sequences` and write what they say."""
-    async with AsyncExitStack() as stack:
+
+    def usage() -> Usage:
+        generated = sum(sequence.generated for sequence in sequences)
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=generated,
+            total_tokens=prompt_tokens + generated,
+            completion_tokens_details=_completion_details(sequences),
+        )
+
+    if not request.stream:
+        answers: list[list[Piece]] = [[] for _ in sequences]
+        async with _accepted(dispatcher, sequences) as found:
+            async for piece in found:
+                answers[piece.index].append(piece)
+        return json_response(format_.whole(answers, usage()))
+
+    # Outside of the generations: what goes wrong with the stream must reach them as an exception,
+    # by which they know a client that has left from one that has heard enough.
+    async with EventStream(http, keepalive_seconds) as events:
+        async with _accepted(dispatcher, sequences) as found:
+            await events.start()
+            for opening in format_.openings():
+                await events.send(opening)
+            async for piece in found:
+                await events.send(format_.chunk(piece))
+        if request.stream_options and request.stream_options.include_usage:
+            await events.send(format_.usage_chunk(usage()))
+        await events.done()
+    return events.response
+
+
+def _completion_details(sequences: Sequence[SequenceText]) -> CompletionTokensDetails:
+    """Where the tokens came from, all choices together."""
+    known = [s.speculation for s in sequences if s.speculation is not None]
+    rounds = sum(speculation.rounds for speculation in known)
+    if not rounds:
+        return CompletionTokensDetails(lane=sequences[-1].lane)
+    accepted = sum(speculation.accepted for speculation in known)
+    return CompletionTokensDetails(
+        lane=sequences[-1].lane,
+        speculation=SpeculationDetails(
+            rounds=rounds,
+            drafted=sum(speculation.drafted for speculation in known),
+            accepted=accepted,
+            tau=(accepted + rounds) / rounds,
+        ),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _accepted(
+    dispatcher: Dispatcher, sequences: Sequence[SequenceText]
+) -> AsyncIterator[AsyncIterator[Piece]]:
+    """Enter all generations, or none of them, and give their pieces."""
+    async with contextlib.AsyncExitStack() as stack:
         sources = [
             await stack.enter_async_context(dispatcher.generate(sequence.generation))
             for sequence in sequences
         ]
-
-        def usage() -> Usage:
-            generated = sum(sequence.generated for sequence in sequences)
-            return Usage(
-                prompt_tokens=prompt_tokens,
-                completion_tokens=generated,
-                total_tokens=prompt_tokens + generated,
-            )
-
-        if not request.stream:
-            answers: list[list[Piece]] = [[] for _ in sequences]
-            async for piece in pieces(sequences, sources):
-                answers[piece.index].append(piece)
-            return json_response(format_.whole(answers, usage()))
-
-        events = await stack.enter_async_context(EventStream(http, keepalive_seconds))
-        try:
-            for opening in format_.openings():
-                await events.send(opening)
-            async for piece in pieces(sequences, sources):
-                await events.send(format_.chunk(piece))
-            if request.stream_options and request.stream_options.include_usage:
-                await events.send(format_.usage_chunk(usage()))
-            await events.done()
-        except ConnectionResetError:
-            pass
-        except Exception as error:
-            # The status line is gone: what went wrong can only be told as an event.
-            await events.send(of_exception(error).answer)
-        return events.response
+        yield await stack.enter_async_context(contextlib.aclosing(pieces(sequences, sources)))

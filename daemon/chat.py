@@ -142,11 +142,18 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
 
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: content is one text, `developer` is `system`."""
+    """Messages as templates expect them: content is one text, `developer` is `system`.
+
+    Raises:
+        ApiError: 400, a message without content or none that says anything.
+    """
     found: list[dict[str, Any]] = []
-    for message in messages:
+    for place, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
         content = message.content
+        if content is None and role != "assistant":
+            param = f"messages[{place}].content"
+            raise invalid(param, f"{param} is missing; a message of {role!r} needs some")
         texts = [content or ""] if not isinstance(content, list) else [p.text for p in content]
         if role == "system":
             texts = [part for part in texts if not part.startswith(_BILLING_HEADER)]
@@ -156,6 +163,8 @@ def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
         if message.name is not None:
             entry["name"] = message.name
         found.append(entry)
+    if not found:
+        raise invalid("messages", "messages has nothing for the model; send a message of a user")
     return found
 
 

@@ -59,6 +59,8 @@ class ApiError(Exception):
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         return json_response(self.answer, status=self.status, headers=headers)
 
 
@@ -92,9 +94,11 @@ def of_exception(error: Exception) -> ApiError:
         case Refusal():
             return of_refusal(error)
         case web.HTTPRequestEntityTooLarge():
-            return ApiError(
-                413, f"the request body is too large: {error.text}", code="request_too_large"
-            )
+            words = f"the request body is too large: {error.text} "
+            words += "Send less, or raise server.maximum_body_bytes."
+            return ApiError(413, words, code="request_too_large")
+        case web.RequestPayloadError():
+            return ApiError(400, f"the request body cannot be read: {error}", code="invalid_body")
         case web.HTTPNotFound():
             return ApiError(404, "there is no such route; see /openapi.json", code="not_found")
         case web.HTTPMethodNotAllowed():

@@ -47,7 +47,7 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
@@ -68,7 +68,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of a conversation. What a template makes of a role is its own affair."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(min_length=1)] | None = None
     name: str | None = None
 
 
@@ -91,7 +91,7 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
 
 
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
-    """Known parameters that cannot be honoured, and the values that ask for nothing."""
+    """A known parameter that cannot be honoured, and the values with which it asks for nothing."""
 
     name: str
     harmless: tuple[Any, ...] = (None,)
@@ -99,9 +99,9 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
 
 UNSUPPORTED = (
     Unsupported(name="tools", harmless=(None, [])),
-    Unsupported(name="tool_choice", harmless=(None, "none", "auto")),
+    Unsupported(name="tool_choice", harmless=(None, "none")),
     Unsupported(name="functions", harmless=(None, [])),
-    Unsupported(name="function_call", harmless=(None, "none", "auto")),
+    Unsupported(name="function_call", harmless=(None, "none")),
     Unsupported(name="response_format", harmless=(None, {"type": "text"})),
     Unsupported(name="modalities", harmless=(None, ["text"])),
     Unsupported(name="audio"),
@@ -120,6 +120,12 @@ UNSUPPORTED = (
     Unsupported(name="guided_grammar"),
 )
 
+UNSUPPORTED_IN_MESSAGES = (
+    Unsupported(name="tool_calls", harmless=(None, [])),
+    Unsupported(name="function_call"),
+    Unsupported(name="audio"),
+)
+
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
 
@@ -135,16 +141,11 @@ def read(body: bytes, kind: type[Request]) -> Request:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(raw, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    for parameter in UNSUPPORTED:
-        value = raw.get(parameter.name)
-        if value not in parameter.harmless:
-            shown = _shown(value)
-            raise ApiError(
-                400,
-                f"{parameter.name} is {shown}, which this server does not support; leave it out",
-                param=parameter.name,
-                code="unsupported_parameter",
-            )
+    _refuse_unsupported(raw, UNSUPPORTED)
+    messages = raw.get("messages")
+    for place, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict):
+            _refuse_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"messages[{place}].")
     try:
         return msgspec.convert(raw, kind)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -169,6 +170,21 @@ def logit_bias_of(request: CommonRequest, vocabulary_size: int) -> dict[int, flo
             )
         found[int(key)] = value
     return found
+
+
+def _refuse_unsupported(
+    raw: dict[str, Any], parameters: tuple[Unsupported, ...], where: str = ""
+) -> None:
+    for parameter in parameters:
+        value = raw.get(parameter.name)
+        if value not in parameter.harmless:
+            param = where + parameter.name
+            raise ApiError(
+                400,
+                f"{param} is {_shown(value)}, which this server does not support; leave it out",
+                param=param,
+                code="unsupported_parameter",
+            )
 
 
 _PLACE = re.compile(r"^(?P<words>.*) - at (?:`key` in )?`\$(?P<path>.*)`$", re.DOTALL)

@@ -7,10 +7,10 @@ The same pieces make a stream and a whole answer, so both say the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from daemon.generation import Delta, FinishReason, Generation, TokenLogprobs
+from daemon.generation import Delta, FinishReason, Generation, Speculation, TokenLogprobs
 from daemon.text.side import TextSide
 from daemon.text.stop_strings import StopStrings
 
@@ -43,6 +43,8 @@ class SequenceText:
         self.index = index
         self.generation = generation
         self.generated = 0
+        self.lane = "serial"
+        self.speculation: Speculation | None = None
         self._stop_tokens = frozenset(generation.stop_tokens)
         self._detokenizer = text.detokenizer()
         self._stops = StopStrings(stops)
@@ -54,6 +56,8 @@ class SequenceText:
         """The text that may be sent now. A piece with a `finish` is the last; what follows a
         stop string is not wanted any more."""
         sent = ""
+        self.lane = delta.lane
+        self.speculation = delta.speculation
         details: Sequence[TokenLogprobs | None] = delta.logprobs or [None] * len(delta.tokens)
         for token, logprobs in zip(delta.tokens, details, strict=True):
             self.generated += 1
@@ -83,7 +87,7 @@ class SequenceText:
 
 async def pieces(
     sequences: Sequence[SequenceText], deltas: Sequence[AsyncIterator[Delta]]
-) -> AsyncIterator[Piece]:
+) -> AsyncGenerator[Piece, None]:
     """The pieces of all sequences as they come, each sequence up to its finish.
 
     Raises what a source raises; then, and when the consumer leaves, the others end, too.

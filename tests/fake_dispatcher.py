@@ -21,6 +21,7 @@ from daemon.generation import (
     Generation,
     ModelState,
     Refusal,
+    RefusalKind,
     TokenLogprobs,
 )
 from daemon.metrics import Metrics
@@ -42,19 +43,23 @@ class FakeModel:
 class FakeDispatcher:
     """Says `script` to everybody, up to `max_tokens`.
 
-    `hold` waits for `release` after that many tokens; `refusal` is raised on entering,
-    `failure` instead of the end.
+    `hold` waits for `release` after that many tokens; `refusal` is raised on entering, by the
+    queue's limit after `refuse_after` have entered; `failure` comes instead of the end.
     """
 
     folder: Path
     script: list[int] = field(default_factory=list)
     hold: int | None = None
     refusal: Refusal | None = None
+    refuse_after: int | None = None
     failure: Exception | None = None
     draining: bool = False
     wedged: bool = False
     entered: list[Generation] = field(default_factory=list)
     cancelled: int = 0
+    """Left before the end, by an exception or because enough was heard."""
+    abandoned: int = 0
+    """Those of them that an exception ended: the client has gone, or another choice failed."""
     finished: int = 0
     changed: threading.Condition = field(default_factory=threading.Condition)
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,6 +71,8 @@ class FakeDispatcher:
     async def generate(self, generation: Generation) -> AsyncIterator[AsyncIterator[Delta]]:
         if self.refusal is not None:
             raise self.refusal
+        if len(self.entered) == self.refuse_after:
+            raise Refusal(RefusalKind.TENANT_QUEUE_FULL, "2 of 2 wait already", 6.2)
         with self.changed:
             self.entered.append(generation)
             self.changed.notify_all()
@@ -94,12 +101,15 @@ class FakeDispatcher:
                     return
                 await asyncio.sleep(0)
 
+        abandoned = True
         try:
             yield deltas()
+            abandoned = False
         finally:
             with self.changed:
                 self.finished += ended
                 self.cancelled += not ended
+                self.abandoned += abandoned and not ended
                 self.changed.notify_all()
 
     def wait_for(self, condition: object, seconds: float = 20.0) -> None:

@@ -127,6 +127,10 @@ def test_a_stop_string_ends_the_generation(
     assert answer.choices[0].message.content == ANSWER[: ANSWER.index("END")]
     assert answer.choices[0].finish_reason == "stop"
     dispatcher.wait_for(lambda: dispatcher.cancelled == 1)
+    assert dispatcher.abandoned == 0
+    list(chat(client, stop="END", stream=True))
+    dispatcher.wait_for(lambda: dispatcher.cancelled == 2)
+    assert dispatcher.abandoned == 0
 
 
 def test_logprobs_have_the_bytes_of_every_token(client: openai.OpenAI) -> None:
@@ -231,6 +235,41 @@ def test_a_client_that_leaves_ends_its_generation_once(
         lines.close()
         dispatcher.wait_for(lambda: dispatcher.cancelled == len(dispatcher.entered))
     assert dispatcher.finished == 0
+    assert dispatcher.abandoned == dispatcher.cancelled
+
+
+def test_a_client_may_leave_at_any_byte_of_its_request(
+    server: Server, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = json.dumps(body(stream=True)).encode()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (len(data), data)
+    )
+    for end in range(0, len(request), 5):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(request[:end])
+    assert post(server, body())[0] == 200
+    assert len(dispatcher.entered) == dispatcher.finished == 1
+    assert not [record for record in caplog.records if record.name == "sparklane.http"]
+
+
+def test_a_client_may_leave_at_any_byte_of_its_answer(
+    server: Server, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every generation ends once, whether its end or the client's leaving came first."""
+    _, lines = raw_stream(server)
+    length = len(lines.read())
+    for end in range(1, length, 97):
+        connection, lines = raw_stream(server, n=2)
+        lines.read(end)
+        connection.close()
+        lines.close()
+    dispatcher.wait_for(
+        lambda: dispatcher.finished + dispatcher.cancelled == len(dispatcher.entered)
+    )
+    assert post(server, body())[0] == 200
+    assert not [record for record in caplog.records if record.name == "sparklane.http"]
 
 
 def raw_whole(server: Server) -> tuple[socket.socket, Any]:
@@ -248,8 +287,34 @@ def test_a_failure_in_a_stream_is_an_error_event(
 ) -> None:
     dispatcher.failure = Refusal(RefusalKind.MODEL_DOWN, "the engine is gone for good")
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-    with pytest.raises(openai.APIError, match="gone for good"):
-        list(chat(client, stream=True))
+    for count in (1, 3):
+        with pytest.raises(openai.APIError, match="gone for good"):
+            list(chat(client, stream=True, n=count))
+    # The choices that had not failed were not told that somebody had heard enough of them.
+    dispatcher.wait_for(lambda: dispatcher.abandoned == dispatcher.cancelled == 4)
+
+
+def test_an_error_event_is_the_last_thing_in_a_stream(
+    server: Server, dispatcher: FakeDispatcher
+) -> None:
+    dispatcher.failure = ValueError("nobody foresaw this")
+    connection, lines = raw_stream(server)
+    with connection:
+        events = [line for line in lines.read().split(b"\n") if line.startswith(b"data:")]
+    assert json.loads(events[-1][6:])["error"]["code"] == "internal_error"
+    assert b"foresaw" not in events[-1]
+    assert sum(b"error" in event for event in events) == 1
+
+
+def test_a_refused_stream_is_an_http_error_and_enters_nothing_for_good(
+    server: Server, dispatcher: FakeDispatcher
+) -> None:
+    dispatcher.refuse_after = 2
+    status, headers, _ = post(server, body(stream=True, n=4))
+    assert status == 429
+    assert headers["Retry-After"] == "7"
+    assert headers["Content-Type"] == "application/json"
+    dispatcher.wait_for(lambda: dispatcher.abandoned == len(dispatcher.entered) == 2)
 
 
 def test_a_failure_of_one_choice_ends_all(server: Server, dispatcher: FakeDispatcher) -> None:
@@ -287,6 +352,20 @@ def test_a_refusal_carries_its_wait(server: Server, dispatcher: FakeDispatcher) 
         ({"logit_bias": {"5": 101}}, "logit_bias", "101"),
         ({"messages": []}, "messages", ""),
         ({"messages": "hi"}, "messages", "hi"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "user"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "1"),
+        (
+            {"messages": [{"role": "system", "content": "x-anthropic-billing-header: 1"}]},
+            "messages",
+            "user",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+            "messages[0].tool_calls",
+            "not support",
+        ),
+        ({"top_k": 2**64}, "top_k", "2147483647"),
+        ({"tool_choice": "required"}, "tool_choice", "required"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "robot"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
@@ -327,6 +406,24 @@ def test_broken_bodies(server: Server, data: bytes, status: int, code: str | Non
     assert found == status
     if code is not None:
         assert answer["error"]["code"] == code
+
+
+def test_a_body_that_is_not_what_its_encoding_says(server: Server) -> None:
+    data = json.dumps(body()).encode()
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    request = urllib.request.Request(server.url + "/v1/chat/completions", data, headers)
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request, timeout=20)
+    assert error.value.code == 400
+    assert json.loads(error.value.read())["error"]["code"] == "invalid_body"
+
+
+def test_a_body_is_json_whatever_its_content_type_says(server: Server) -> None:
+    data = json.dumps(body(user="x", metadata={}, store=False, unheard_of=[1])).encode()
+    headers = {"Content-Type": "text/plain"}
+    request = urllib.request.Request(server.url + "/v1/chat/completions", data, headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.status == 200
 
 
 def test_an_unknown_model_and_an_unknown_route(server: Server) -> None:
@@ -392,7 +489,9 @@ def test_keys_hosts_and_origins(dispatcher: FakeDispatcher) -> None:
                 return error.code, error.headers
 
         key = {"Authorization": "Bearer secret"}
-        assert get("/v1/models")[0] == 401
+        status, headers = get("/v1/models")
+        assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+        assert get("/v1/models", Authorization="Basic secret")[0] == 401
         assert get("/metrics", Authorization="Bearer wrong")[0] == 401
         assert get("/v1/models", **key)[0] == 200
         assert get("/livez")[0] == 200
