@@ -21,11 +21,12 @@ OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health"})
 async def host_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse Host headers that are not ours."""
     allowed = request.app[SETTINGS].allowed_hosts
-    if allowed and _host_name(request.host) not in allowed:
+    # Not `request.host`: without a header, that asks the resolver for this machine's name.
+    host = request.headers.get("Host", "")
+    if allowed and _host_name(host) not in allowed:
         raise ApiError(
             403,
-            f"the Host header {request.host!r} is not one of this server's; add it to "
-            "server.allowed_hosts",
+            f"the Host header {host!r} is not one of this server's; add it to server.allowed_hosts",
             code="host_not_allowed",
         )
     return await handler(request)

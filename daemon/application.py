@@ -41,7 +41,8 @@ def create_application(
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
             web.get("/v1/models", list_models),
-            web.get("/v1/models/{model}", get_model),
+            # Names may be those of hubs, such as org/repo.
+            web.get("/v1/models/{model:.+}", get_model),
             web.get("/livez", livez),
             web.get("/readyz", readyz),
             web.get("/health", readyz),

@@ -104,7 +104,7 @@ def document() -> dict[str, Any]:
             "name": "model",
             "in": "path",
             "required": True,
-            "schema": {"type": "string", "pattern": "^[^/.]+$"},
+            "schema": {"type": "string", "pattern": "^[^/]*[^/.][^/]*$"},
         }
     ]
     return {

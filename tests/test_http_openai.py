@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from daemon.edge import HttpSettings
 from daemon.generation import ModelState, Refusal, RefusalKind
 from daemon.text.side import TextSide
-from tests.fake_dispatcher import FakeDispatcher, Server, serving
+from tests.fake_dispatcher import FakeDispatcher, FakeModel, Server, serving
 
 ANSWER = "Sloths 🦥 sleep; naïvely, 12 hours. END of it"
 
@@ -437,6 +437,19 @@ def test_an_unknown_model_and_an_unknown_route(server: Server) -> None:
     assert "GET" in headers["Allow"]
 
 
+def test_models_are_listed_and_found_by_any_name(
+    client: openai.OpenAI, server: Server, dispatcher: FakeDispatcher
+) -> None:
+    name = "org/repo-0.5b"
+    dispatcher.models[name] = FakeModel(name, dispatcher.folder)
+    assert [model.id for model in client.models.list()] == ["fake", name]
+    assert client.models.retrieve(name).id == name
+    with urllib.request.urlopen(f"{server.url}/v1/models/{name}", timeout=10) as answer:
+        assert json.loads(answer.read())["id"] == name
+    with pytest.raises(openai.NotFoundError, match="org/repo"):
+        client.models.retrieve("another")
+
+
 def test_a_prompt_that_cannot_fit_is_told_in_known_words(server: Server) -> None:
     status, _, answer = post(server, body(messages=[{"role": "user", "content": "word " * 600}]))
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
@@ -497,6 +510,9 @@ def test_keys_hosts_and_origins(dispatcher: FakeDispatcher) -> None:
         assert get("/livez")[0] == 200
         assert get("/livez", Host="evil.example")[0] == 403
         assert get("/livez", Host="[::1]:8090")[0] == 200
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.0 403")
         headers = get("/livez", Origin="https://app.example")[1]
         assert headers["Access-Control-Allow-Origin"] == "https://app.example"
         assert get("/livez", Origin="https://b.example")[1]["Access-Control-Allow-Origin"] is None
