@@ -17,6 +17,23 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
+class SpeculationDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """What drafting did: rounds of verification, tokens drafted and accepted, and `tau`, the
+    tokens that a round committed on average, the target's own included."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    tau: float
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """`lane` is where the last token was decoded; `speculation` is null without a drafter."""
+
+    lane: str = "serial"
+    speculation: SpeculationDetails | None = None
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a request, all its choices together."""
 
@@ -24,6 +41,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
