@@ -25,6 +25,7 @@ from daemon.generation import (
     TokenLogprobs,
 )
 from daemon.metrics import Metrics
+from scheduler.messages import Speculation
 
 
 @dataclass
@@ -45,6 +46,7 @@ class FakeDispatcher:
 
     `hold` waits for `release` after that many tokens; `refusal` is raised on entering, by the
     queue's limit after `refuse_after` have entered; `failure` comes instead of the end.
+    With `speculation` it says that it was in the speculative lane.
     """
 
     folder: Path
@@ -53,6 +55,7 @@ class FakeDispatcher:
     refusal: Refusal | None = None
     refuse_after: int | None = None
     failure: Exception | None = None
+    speculation: Speculation | None = None
     draining: bool = False
     wedged: bool = False
     entered: list[Generation] = field(default_factory=list)
@@ -96,7 +99,8 @@ class FakeDispatcher:
                     best = [token] * min(generation.logprobs, 1)
                     details = [TokenLogprobs(-0.25, best, [-0.25] * len(best))]
                 ended = finish is not None
-                yield Delta([token], details, finish)
+                lane = "serial" if self.speculation is None else "speculative"
+                yield Delta([token], details, finish, lane, self.speculation if ended else None)
                 if ended:
                     return
                 await asyncio.sleep(0)

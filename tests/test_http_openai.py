@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from daemon.edge import HttpSettings
 from daemon.generation import ModelState, Refusal, RefusalKind
 from daemon.text.side import TextSide
+from scheduler.messages import Speculation
 from tests.fake_dispatcher import FakeDispatcher, FakeModel, Server, serving
 
 ANSWER = "Sloths 🦥 sleep; naïvely, 12 hours. END of it"
@@ -156,6 +157,25 @@ def test_text_completions_stream(client: openai.OpenAI) -> None:
     chunks = list(client.completions.create(model="fake", prompt="x", max_tokens=100, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_request_may_ask_for_the_serial_lane(
+    client: openai.OpenAI, dispatcher: FakeDispatcher
+) -> None:
+    chat(client)
+    chat(client, extra_body={"lane": "serial"})
+    assert [generation.lane for generation in dispatcher.entered] == ["auto", "serial"]
+
+
+def test_the_usage_says_what_drafting_did(
+    client: openai.OpenAI, dispatcher: FakeDispatcher
+) -> None:
+    details = chat(client).usage.completion_tokens_details.model_dump()
+    assert (details["lane"], details["speculation"]) == ("serial", None)
+    dispatcher.speculation = Speculation(rounds=4, drafted=12, accepted=6)
+    details = chat(client, n=2).usage.completion_tokens_details.model_dump()
+    assert details["lane"] == "speculative"
+    assert details["speculation"] == {"rounds": 8, "drafted": 24, "accepted": 12, "tau": 2.5}
 
 
 def test_seeds_of_choices_differ_and_are_fixed(
