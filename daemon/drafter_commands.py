@@ -27,6 +27,7 @@ STEPS = {
     "quantize": ("quantize_report", "Compare bits by acceptance, and write one choice."),
     "measure": ("measurement", "Measure acceptance and speed against plain decoding."),
     "export": ("export", "Write a drafter in another form."),
+    "card": ("card", "Write a drafter's card from what its making left behind."),
 }
 _SHOWN = ("step", "loss", "tokens_per_round", "held_out_tokens_per_round", "seconds")
 

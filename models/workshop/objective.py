@@ -203,8 +203,9 @@ def _piece(
     wanted = mx.softmax(wanted, axis=-1, precise=True)
     difference = drafted.astype(mx.float32) - wanted.astype(mx.float32)
     distance = mx.abs(difference).sum(axis=-1)
-    signs = mx.sign(difference)
-    lean = (signs * drafted.astype(mx.float32)).sum(axis=-1, keepdims=True)
+    # Exact in any dtype, and kept until the gradient is made: in the small one.
+    signs = mx.sign(drafted - wanted)
+    lean = (signs.astype(mx.float32) * drafted.astype(mx.float32)).sum(axis=-1, keepdims=True)
     chosen = mx.take_along_axis(drafted, labels[:, None], axis=-1)[:, 0]
     cross_entropy = -mx.log(mx.maximum(chosen.astype(mx.float32), 1e-37))
     one_hot = mx.arange(drafted.shape[-1]) == labels[:, None]

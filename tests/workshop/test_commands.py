@@ -37,5 +37,5 @@ def test_every_step_is_a_module() -> None:
     for module, _ in drafter_commands.STEPS.values():
         assert (folder / f"{module}.py").exists()
     assert json.dumps(sorted(drafter_commands.STEPS)) == (
-        '["calibrate", "export", "measure", "quantize", "regen", "train"]'
+        '["calibrate", "card", "export", "measure", "quantize", "regen", "train"]'
     )

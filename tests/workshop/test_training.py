@@ -45,24 +45,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     whole, halted = tmp_path / "whole", tmp_path / "halted"
-    assert training.main(_arguments(corpus, whole, "--steps", "6")) == 0
+    assert training.main(_arguments(corpus, whole, "--steps", "4")) == 0
     original = training.Training._record
 
-    def stop_after_three(self: training.Training, *arguments: Any) -> dict[str, Any]:
+    def stop_after_two(self: training.Training, *arguments: Any) -> dict[str, Any]:
         record = original(self, *arguments)
-        if self.steps == 3:
+        if self.steps == 2:
             self.save()
             raise KeyboardInterrupt
         return record
 
-    monkeypatch.setattr(training.Training, "_record", stop_after_three)
+    monkeypatch.setattr(training.Training, "_record", stop_after_two)
     with pytest.raises(KeyboardInterrupt):
-        training.main(_arguments(corpus, halted, "--steps", "6"))
+        training.main(_arguments(corpus, halted, "--steps", "4"))
     monkeypatch.undo()
-    assert training.main(_arguments(corpus, halted, "--steps", "6", "--resume")) == 0
+    assert training.main(_arguments(corpus, halted, "--steps", "4", "--resume")) == 0
     assert (
         next(line for line in reversed(_result(capsys)) if line["event"] == "start")["resumed_at"]
-        == 3
+        == 2
     )
     first, second = _weights(whole), _weights(halted)
     assert first.keys() == second.keys()
@@ -70,11 +70,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(
         assert mx.array_equal(value, second[name]), name
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize(
+    ("head", "optimizer"), [("vanilla", "muon"), ("gated", "adamw"), ("rnn", "adamw")]
+)
 def test_a_step_of_every_head_lowers_the_loss_and_leaves_a_drafter_that_loads(
-    head: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    head: str, optimizer: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rates = ["--matrix-rate", "0.02", "--rate", "0.01", "--markov-rate", "0.01"]
+    rates = f"--optimizer {optimizer} --matrix-rate 0.02 --rate 0.01 --markov-rate 0.01".split()
     assert training.main(_arguments(corpus, tmp_path, "--head", head, "--steps", "12", *rates)) == 0
     losses = [line["cross_entropy"] for line in _result(capsys) if line["event"] == "progress"]
     assert len(losses) == 12 and min(losses[-4:]) < losses[0] - 0.05

@@ -1,0 +1,119 @@
+"""Write a drafter's card: what it is, what it was trained on, what was measured.
+
+Run as `python -m models.workshop.card --drafter DIR --run DIR --corpus DIR --results FILE...`,
+in a process of its own. The card, `README.md` beside the weights, says only what the run
+folder, the corpus' manifest and the result files say. Exits with 2 when one cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from models.calibration import Calibration
+from models.dspark.configuration import DrafterError, read_configuration
+from models.workshop.progress import refuse, say
+
+Record = dict[str, Any]
+
+
+def write_card(
+    drafter: Path, run: Record, log: Sequence[Record], corpus: Record, results: Sequence[Record]
+) -> str:
+    """The card as Markdown."""
+    c = read_configuration(drafter)
+    size = (drafter / "model.safetensors").stat().st_size
+    bits = "16-bit" if c.quantization is None else f"{c.quantization['bits']}-bit"
+    last = log[-1] if log else {}
+    lines = [
+        f"# DSpark drafter, {bits}, {size / 1e6:.1f} MB",
+        "",
+        f"{c.layer_count} layers of width {c.hidden_size}, block {c.block_size}, taps at layers "
+        f"{', '.join(map(str, c.tap_layers))} of {c.target_layer_count}, {c.head_kind} head of "
+        f"rank {c.markov_rank}. Embedding and output head are the target's and are not stored.",
+        "",
+        f"Target: sha256 of configuration and weights' ends `{run['fingerprint']['target'][:16]}`, "
+        f"tokenizer `{run['fingerprint']['tokenizer'][:16]}`.",
+        "",
+        "## Data",
+        "",
+        f"{corpus['conversations']:,} conversations, {corpus['answer_tokens']:,} answer tokens, all "
+        f"written by the target itself (seed {corpus['seed']}, {corpus['rows']} rows a wave, "
+        f"answers at temperatures {corpus['settings']['answer_temperatures']}). Thrown away: "
+        + ", ".join(
+            f"{n:,} {why}" for why, n in corpus.get("screened", {}).items() if why != "kept"
+        )
+        + f". Nothing that shares 13 words with {', '.join(corpus['excluded']) or 'nothing'}.",
+        "",
+        "## Training",
+        "",
+        f"{last.get('step', 0):,} steps of {run['anchors']:,} anchors, seed {run['seed']}, "
+        f"optimizer {json.dumps(run['optimizer'])}; last loss {last.get('loss', 0):.4f}.",
+        "",
+        "Commands: `sparklane drafter regen`, `train`, `calibrate`, `export --quantize`; settings "
+        "as above, everything else by default.",
+        "",
+        "## Measured",
+        "",
+        "| set | temperature | rows | tokens a round | first 64 | looping answers | speedup |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in results:
+        speedup = f"{one['speedup']:.2f}" if "speedup" in one else ""
+        lines.append(
+            f"| {one['dataset']} | {one['temperature']:g} | {one['rows']} | {one['tau']:.2f} | "
+            f"{one['tau_first_64']:.2f} | {100 * one['looping_share']:.0f} % | {speedup} |"
+        )
+    calibration = Calibration.load(drafter, c.block_size)
+    if calibration is not None:
+        lines += ["", "## Calibration", "", f"{calibration.rounds:,} held-out rounds.", ""]
+        lines += ["| position | temperature | error before | after |", "|---|---|---|---|"]
+        for position, row in enumerate(
+            zip(
+                calibration.temperatures,
+                calibration.error_before,
+                calibration.error_after,
+                strict=True,
+            ),
+            start=1,
+        ):
+            lines.append(
+                f"| {position} | {row[0]:.3f} | {100 * row[1]:.1f} % | {100 * row[2]:.1f} % |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The step; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m models.workshop.card", description="Write a drafter's card."
+    )
+    add = parser.add_argument
+    add("--drafter", type=Path, required=True, help="folder of the drafter")
+    add("--run", type=Path, required=True, help="run folder of its training")
+    add("--corpus", type=Path, required=True, help="folder of its corpus, or its manifest")
+    add("--results", type=Path, nargs="*", default=[], help="what measure wrote with --out")
+    options = parser.parse_args(arguments)
+    manifest = options.corpus / "manifest.json" if options.corpus.is_dir() else options.corpus
+    try:
+        log = (options.run / "log.jsonl").read_text().splitlines()
+        card = write_card(
+            options.drafter,
+            json.loads((options.run / "configuration.json").read_text()),
+            [json.loads(line) for line in log],
+            json.loads(manifest.read_text()),
+            [json.loads(file.read_text()) for file in options.results],
+        )
+        (options.drafter / "README.md").write_text(card)
+    except (DrafterError, OSError, ValueError, KeyError) as error:
+        return refuse(f"cannot write the card: {error!r}")
+    say("result", command="card", card=str(options.drafter / "README.md"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
