@@ -23,7 +23,7 @@ from models.dspark.configuration import DrafterError
 from models.workshop.corpus import Corpus
 from models.workshop.measurement import load_pair
 from models.workshop.progress import refuse, say
-from models.workshop.run_folder import RunError
+from models.workshop.run_folder import RunError, fingerprint
 from models.workshop.speculation import Answer, Decoder, Round, Settings
 
 
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         corpus = Corpus(options.corpus)
+        corpus.check(fingerprint(options.target))
         _, held_out = corpus.split(options.held_out)
         prompts = []
         for index in held_out[: options.limit]:

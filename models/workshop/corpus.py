@@ -71,6 +71,16 @@ class Corpus:
         """Tokens that can be learned from."""
         return int((self.sizes - self._answers).sum())
 
+    def check(self, fingerprint: Mapping[str, str]) -> None:
+        """Raise `RunError` unless a target of this fingerprint wrote the corpus."""
+        for part, mark in fingerprint.items():
+            wrote = self.manifest.get("fingerprint", {}).get(part)
+            if wrote != mark:
+                raise RunError(
+                    f"the corpus was written with {part} {str(wrote)[:12]}, this is {mark[:12]}: "
+                    "run regen with this target"
+                )
+
     def split(self, held_out: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Indices to train on and the last `held_out`, never trained on."""
         everything = np.arange(len(self), dtype=np.int64)

@@ -28,7 +28,7 @@ from models.workshop.corpus import Conversation, CorpusWriter
 from models.workshop.frozen_target import training_precision
 from models.workshop.generation import Generator, WaveSettings, Written
 from models.workshop.progress import refuse, say
-from models.workshop.prompts import PromptDraw
+from models.workshop.prompts import Prefix, PromptDraw
 from models.workshop.run_folder import RunError, fingerprint, versions
 from models.workshop.screening import Screen, Verdict
 
@@ -88,9 +88,16 @@ def _write(
     counts: Counter[str] = Counter()
     started, answered = time.monotonic(), 0
     waves: list[float] = []
-    # One wave is screened and stored while the device writes the next.
+
+    def prefixes_of(wave: int) -> list[Prefix]:
+        first = wave * options.rows
+        return [draw.draw(index) for index in range(first, first + options.rows)]
+
+    # While the device writes a wave, the one before is screened and stored, and the prefixes of
+    # the one behind it are drawn.
     with ThreadPoolExecutor(1) as pool:
         storing: Future[int] | None = None
+        drawing = pool.submit(prefixes_of, 0)
         for wave in itertools.count():
             begun = time.monotonic()
             # A wave that would not be finished in time is not begun.
@@ -98,8 +105,8 @@ def _write(
             enough = answered >= options.answer_tokens > 0
             if (waves and late) or enough or 0 < options.waves <= wave:
                 break
-            first = wave * options.rows
-            prefixes = [draw.draw(index) for index in range(first, first + options.rows)]
+            prefixes = drawing.result()
+            drawing = pool.submit(prefixes_of, wave + 1)
             written = list(generator.write(prefixes, options.seed, wave))
             if storing is not None:
                 answered += storing.result()

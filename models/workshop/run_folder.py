@@ -8,13 +8,13 @@ agree with what the folder already holds.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import platform
 import shutil
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ def versions() -> dict[str, str]:
     """Of what the numbers depend on."""
     return {
         "python": platform.python_version(),
-        "mlx": version("mlx"),
-        "mlx_lm": version("mlx-lm"),
+        "mlx": str(getattr(mx, "__version__", "unknown")),
+        "mlx_lm": str(getattr(importlib.import_module("mlx_lm"), "__version__", "unknown")),
         "device": str(mx.default_device()),
     }

@@ -68,7 +68,7 @@ class Training:
         self._corpus = Corpus(options.corpus)
         shape = TargetShape.read(options.target)
         marks = fingerprint(options.target)
-        _check_corpus(self._corpus, marks)
+        self._corpus.check(marks)
         taps = options.tap_layers or spread_taps(shape.layer_count)
         configuration = new_configuration(
             json.loads((options.target / "config.json").read_text()),
@@ -290,16 +290,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(f"cannot train: {error}")
     say("result", command="train", drafter=str(options.run / "drafter"), **result)
     return 0
-
-
-def _check_corpus(corpus: Corpus, marks: dict[str, str]) -> None:
-    for part, mark in marks.items():
-        wrote = corpus.manifest.get("fingerprint", {}).get(part)
-        if wrote != mark:
-            raise RunError(
-                f"the corpus was written with {part} {str(wrote)[:12]}, this is {mark[:12]}: "
-                "run regen with this target"
-            )
 
 
 def _pieces(indices: NDArray[np.int64], rows: int) -> list[NDArray[np.int64]]:
