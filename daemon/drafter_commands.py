@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from daemon.child_process import python_command, python_environment
 
@@ -56,6 +54,8 @@ def _add_step(name: str, module: str, summary: str) -> None:
 def run_step(module: str, arguments: list[str]) -> int:
     """Run a step and show its progress; returns its exit code. With `--json` among the
     arguments only the result is printed, as one JSON object."""
+    from rich.console import Console  # late: the program's help must not wait for it
+
     plain = "--json" in arguments
     process = subprocess.Popen(
         python_command("-m", f"models.workshop.{module}", *arguments),
@@ -82,6 +82,9 @@ def run_step(module: str, arguments: list[str]) -> int:
 
 def _follow(lines: Iterator[str], *, quiet: bool) -> dict[str, Any] | None:
     """Show lines as they come; returns the result's, if there is one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     result = None
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=quiet) as bars:
