@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from models.workshop.chat_text import ChatText
-from models.workshop.prompt_material import ENDINGS, OPENINGS, QUESTIONS, SLOTS, WEIGHTS
+from models.workshop.prompt_material import ENDINGS, OPENINGS, QUESTIONS, WEIGHTS
+from models.workshop.prompt_slots import SLOTS
 
 
 class Source(enum.IntEnum):
