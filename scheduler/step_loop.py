@@ -156,7 +156,7 @@ class StepLoop:
             self._link.send(Rejected(request_id, f"the prompt cannot be read: {error}"))
             return
         seconds = self._lap()
-        self._policy.pace.observe(decision.tokens, seconds)
+        self._policy.observe_prefill(decision.tokens, seconds)
         first = prompt.read == decision.tokens
         if prompt.tokens_left == 0:
             self._join(prompt)

@@ -2,8 +2,9 @@
 
 Pure: given what waits and what was measured, it returns a decision. It runs on the engine's
 MLX thread and cannot fail. Two promises are kept here. Decode is never starved: while rows
-decode, every prefill chunk is followed by a decode step, and the chunk is cut to a time
-budget. A short prompt never waits behind a long one: the prompt with the fewest tokens left
+decode, prompts are read for a time budget at most between two decode steps, more of it the
+more prompts wait for each row that decodes, because a step of few rows costs what one of many
+does. A short prompt never waits behind a long one: the prompt with the fewest tokens left
 goes first, yet every `OLDEST_EVERY`-th chunk goes to the oldest, so the long one gets on.
 """
 
@@ -18,8 +19,9 @@ CHUNK_QUANTUM = 16
 
 MAXIMUM_CHUNK = 2048
 OLDEST_EVERY = 4
-LONE_BUDGET_FACTOR = 4.0
-"""How much longer a chunk may take while no row is decoding: it then delays only arrivals."""
+LONGEST_BUDGET_FACTOR = 4.0
+"""How much longer prompts may be read when more of them wait than rows decode; and a chunk
+when no row decodes, where it delays arrivals only."""
 
 PACE_MEMORY = 0.7
 """Weight of the past in the running estimate of prefill speed."""
@@ -71,32 +73,42 @@ class PrefillPace:
 
 @dataclass
 class StepPolicy:
-    """Alternates decode with budgeted prefill chunks.
+    """Alternates decode with budgeted reading of prompts.
 
-    `prefill_seconds` is the budget of a chunk while rows are decoding.
+    `prefill_seconds` is the budget between two decode steps while as many rows decode as
+    prompts wait, or more.
     """
 
     prefill_seconds: float
     pace: PrefillPace = field(default_factory=PrefillPace)
-    _prefilled_last: bool = False
+    _spent: float = 0.0
     _chunks: int = 0
 
     def decide(self, prompts: Sequence[WaitingPrompt], decoding_rows: int) -> Decision:
         """The next step for the prompts that wait (by arrival) and the rows that decode."""
-        if decoding_rows and (self._prefilled_last or not prompts):
-            self._prefilled_last = False
-            return Decision(Turn.DECODE)
+        factor = LONGEST_BUDGET_FACTOR
+        if decoding_rows:
+            factor = min(max(len(prompts) / decoding_rows, 1.0), factor)
+        left = self.prefill_seconds * factor
+        if decoding_rows:
+            left -= self._spent
+            if left <= 0.0 or not prompts:
+                self._spent = 0.0
+                return Decision(Turn.DECODE)
         if not prompts:
             return Decision(Turn.IDLE)
-        self._prefilled_last = True
         self._chunks += 1
         if self._chunks % OLDEST_EVERY == 0:
             prompt = prompts[0]
         else:
             prompt = min(prompts, key=lambda waiting: waiting.tokens_left)
-        budget = self.prefill_seconds * (1.0 if decoding_rows else LONE_BUDGET_FACTOR)
-        tokens = min(prompt.tokens_left, self.pace.chunk(budget))
+        tokens = min(prompt.tokens_left, self.pace.chunk(left))
         return Decision(Turn.PREFILL, prompt.request_id, tokens)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """A chunk of `tokens` took `seconds`."""
+        self._spent += seconds
+        self.pace.observe(tokens, seconds)
 
 
 @dataclass

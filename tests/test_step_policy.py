@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from scheduler.step_policy import (
     CHUNK_QUANTUM,
+    LONGEST_BUDGET_FACTOR,
     MAXIMUM_CHUNK,
     OLDEST_EVERY,
     LaneShare,
@@ -48,30 +49,55 @@ def test_a_short_prompt_goes_before_a_long_one() -> None:
 @given(
     left=st.lists(st.integers(1, 5000), min_size=1, max_size=8),
     rows=st.integers(0, 8),
-    speed=st.floats(1.0, 1e6),
+    speed=st.floats(100.0, 1e6),
 )
-def test_every_prompt_is_read_and_decode_is_never_skipped_twice(
+def test_every_prompt_is_read_and_decode_waits_for_a_budget_at_most(
     left: list[int], rows: int, speed: float
 ) -> None:
     subject = policy(speed)
     remaining = dict(enumerate(left))
-    last = Turn.DECODE
-    turns_of_oldest = 0
+    turns_of_others = 0
+    since_decode = 0.0
     while remaining:
         waiting = [WaitingPrompt(key, tokens) for key, tokens in remaining.items()]
         decision = subject.decide(waiting, rows)
-        if rows:
-            assert not (last is Turn.PREFILL and decision.turn is Turn.PREFILL)
-        last = decision.turn
         if decision.turn is not Turn.PREFILL:
             assert decision.turn is Turn.DECODE
+            since_decode = 0.0
             continue
         assert 0 < decision.tokens <= min(remaining[decision.request_id], MAXIMUM_CHUNK)
-        turns_of_oldest = 0 if decision.request_id == waiting[0].request_id else turns_of_oldest + 1
-        assert turns_of_oldest < OLDEST_EVERY
+        is_oldest = decision.request_id == waiting[0].request_id
+        turns_of_others = 0 if is_oldest else turns_of_others + 1
+        assert turns_of_others < OLDEST_EVERY
+        seconds = decision.tokens / speed
+        subject.observe_prefill(decision.tokens, seconds)
+        since_decode += seconds
+        if rows:
+            budget = 0.1 * min(max(len(waiting) / rows, 1.0), LONGEST_BUDGET_FACTOR)
+            # The last chunk may be a quantum too long; the budget may have shrunk meanwhile.
+            most = 0.1 * LONGEST_BUDGET_FACTOR if len(left) > rows else budget
+            assert since_decode <= most + CHUNK_QUANTUM / speed + 1e-9
         remaining[decision.request_id] -= decision.tokens
         if not remaining[decision.request_id]:
             del remaining[decision.request_id]
+
+
+def test_short_prompts_are_read_together_between_two_decode_steps() -> None:
+    subject = policy(1000.0)
+    read = []
+    for _ in range(3):
+        decision = subject.decide([WaitingPrompt(key, 30) for key in range(3 - len(read))], 3)
+        assert decision.turn is Turn.PREFILL
+        read.append(decision.tokens)
+        subject.observe_prefill(decision.tokens, decision.tokens / 1000.0)
+    assert read == [30, 30, 30]
+
+
+def test_more_is_read_when_more_wait_than_decode() -> None:
+    waiting = [WaitingPrompt(key, 1000) for key in range(4)]
+    assert policy(1000.0).decide(waiting, 1).tokens == 400
+    assert policy(1000.0).decide(waiting, 2).tokens == 192
+    assert policy(1000.0).decide(waiting, 8).tokens == 96
 
 
 @given(st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-4, 10.0)), max_size=30))
