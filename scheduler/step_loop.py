@@ -126,7 +126,9 @@ class StepLoop:
 
     def _decode(self) -> None:
         step = self._lanes.step()
-        self._lanes.observe(step, self._report_decode(step))
+        seconds = self._report_decode(step)
+        self._lanes.observe(step, seconds)
+        self._policy.observe_decode(seconds)
 
     def _report_decode(self, step: LaneStep) -> float:
         seconds = self._lap()

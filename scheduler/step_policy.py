@@ -1,11 +1,11 @@
 """Which step the engine takes next, and how many prompt tokens a prefill chunk reads.
 
 Pure: given what waits and what was measured, it returns a decision. It runs on the engine's
-MLX thread and cannot fail. Two promises are kept here. Decode is never starved: while rows
-decode, prompts are read for a time budget at most between two decode steps, more of it the
-more prompts wait for each row that decodes, because a step of few rows costs what one of many
-does. A short prompt never waits behind a long one: the prompt with the fewest tokens left
-goes first, yet every `OLDEST_EVERY`-th chunk goes to the oldest, so the long one gets on.
+MLX thread and cannot fail. Two promises are kept here. Decode is never starved: reading prompts
+earns its time from decode steps, twice theirs, and more, up to eightfold, when more prompts
+wait than rows decode, because a step of few rows costs what one of many does. A short prompt
+never waits behind a long one: the prompt with the fewest tokens left goes first, yet every
+`OLDEST_EVERY`-th chunk goes to the oldest, so the long one gets on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ from dataclasses import dataclass, field
 CHUNK_QUANTUM = 16
 """Chunks are multiples of this many tokens, so that few shapes occur."""
 
+MINIMUM_CHUNK = 64
+"""No prompt is cut into smaller pieces: every chunk reads all weights, so small ones waste."""
+
 MAXIMUM_CHUNK = 2048
 OLDEST_EVERY = 4
-LONGEST_BUDGET_FACTOR = 4.0
-"""How much longer prompts may be read when more of them wait than rows decode; and a chunk
-when no row decodes, where it delays arrivals only."""
+PREFILL_PER_DECODE = 2.0
+"""Seconds of reading that a second of decode earns while as many rows decode as prompts wait."""
+
+MOST_WAITING_PER_ROW = 4.0
+"""From how many prompts for each decoding row on that ratio no longer grows; and by what
+factor a chunk may take longer while no row decodes, where it delays arrivals only."""
 
 PACE_MEMORY = 0.7
 """Weight of the past in the running estimate of prefill speed."""
@@ -66,49 +72,57 @@ class PrefillPace:
         self.tokens_per_second += (1.0 - PACE_MEMORY) * (measured - self.tokens_per_second)
 
     def chunk(self, seconds: float) -> int:
-        """Tokens that fit in `seconds`, between one quantum and `MAXIMUM_CHUNK`."""
+        """Tokens that fit in `seconds`, between `MINIMUM_CHUNK` and `MAXIMUM_CHUNK`."""
         tokens = int(self.tokens_per_second * seconds) // CHUNK_QUANTUM * CHUNK_QUANTUM
-        return max(CHUNK_QUANTUM, min(MAXIMUM_CHUNK, tokens))
+        return max(MINIMUM_CHUNK, min(MAXIMUM_CHUNK, tokens))
 
 
 @dataclass
 class StepPolicy:
-    """Alternates decode with budgeted reading of prompts.
+    """Shares time between reading prompts and decoding.
 
-    `prefill_seconds` is the budget between two decode steps while as many rows decode as
-    prompts wait, or more.
+    `prefill_seconds` is the most that reading may save up, so the size of a chunk, while as
+    many rows decode as prompts wait, or more.
     """
 
     prefill_seconds: float
     pace: PrefillPace = field(default_factory=PrefillPace)
-    _spent: float = 0.0
+    _credit: float = 0.0
+    _waiting_per_row: float = 1.0
+    _beside_rows: bool = False
     _chunks: int = 0
 
     def decide(self, prompts: Sequence[WaitingPrompt], decoding_rows: int) -> Decision:
         """The next step for the prompts that wait (by arrival) and the rows that decode."""
-        factor = LONGEST_BUDGET_FACTOR
-        if decoding_rows:
-            factor = min(max(len(prompts) / decoding_rows, 1.0), factor)
-        left = self.prefill_seconds * factor
-        if decoding_rows:
-            left -= self._spent
-            if left <= 0.0 or not prompts:
-                self._spent = 0.0
-                return Decision(Turn.DECODE)
         if not prompts:
-            return Decision(Turn.IDLE)
+            return Decision(Turn.DECODE if decoding_rows else Turn.IDLE)
+        budget = self.prefill_seconds * MOST_WAITING_PER_ROW
+        self._beside_rows = decoding_rows > 0
+        if decoding_rows:
+            per_row = len(prompts) / decoding_rows
+            self._waiting_per_row = min(max(per_row, 1.0), MOST_WAITING_PER_ROW)
+            budget = min(self._credit, self.prefill_seconds * self._waiting_per_row)
+            if budget <= 0.0:
+                return Decision(Turn.DECODE)
         self._chunks += 1
         if self._chunks % OLDEST_EVERY == 0:
             prompt = prompts[0]
         else:
             prompt = min(prompts, key=lambda waiting: waiting.tokens_left)
-        tokens = min(prompt.tokens_left, self.pace.chunk(left))
+        tokens = min(prompt.tokens_left, self.pace.chunk(budget))
         return Decision(Turn.PREFILL, prompt.request_id, tokens)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """A chunk of `tokens` took `seconds`."""
-        self._spent += seconds
+        if self._beside_rows:
+            self._credit -= seconds
         self.pace.observe(tokens, seconds)
+
+    def observe_decode(self, seconds: float) -> None:
+        """A decode step took `seconds`."""
+        most = self.prefill_seconds * self._waiting_per_row
+        earned = seconds * PREFILL_PER_DECODE * self._waiting_per_row
+        self._credit = min(self._credit + earned, most)
 
 
 @dataclass

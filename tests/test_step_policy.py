@@ -5,9 +5,11 @@ from hypothesis import strategies as st
 
 from scheduler.step_policy import (
     CHUNK_QUANTUM,
-    LONGEST_BUDGET_FACTOR,
     MAXIMUM_CHUNK,
+    MINIMUM_CHUNK,
+    MOST_WAITING_PER_ROW,
     OLDEST_EVERY,
+    PREFILL_PER_DECODE,
     LaneShare,
     PrefillPace,
     StepPolicy,
@@ -28,9 +30,22 @@ def test_rows_alone_decode() -> None:
     assert policy().decide([], 3).turn is Turn.DECODE
 
 
+def decided(subject: StepPolicy, prompts: list[WaitingPrompt], rows: int) -> int:
+    """Tokens of the chunk after as many decode steps as it takes."""
+    for _ in range(100):
+        decision = subject.decide(prompts, rows)
+        if decision.turn is Turn.PREFILL:
+            return decision.tokens
+        subject.observe_decode(0.05)
+    raise AssertionError("no prompt was read")
+
+
 def test_a_chunk_beside_decoding_rows_keeps_to_the_budget() -> None:
-    decision = policy(1000.0).decide([WaitingPrompt(7, 1500)], 1)
-    assert (decision.turn, decision.request_id, decision.tokens) == (Turn.PREFILL, 7, 96)
+    assert decided(policy(1000.0), [WaitingPrompt(7, 1500)], 1) == 96
+
+
+def test_a_prompt_is_not_cut_into_crumbs() -> None:
+    assert decided(policy(100.0), [WaitingPrompt(7, 1500)], 1) == MINIMUM_CHUNK
 
 
 def test_a_lone_prompt_is_read_in_larger_chunks() -> None:
@@ -48,64 +63,68 @@ def test_a_short_prompt_goes_before_a_long_one() -> None:
 
 @given(
     left=st.lists(st.integers(1, 5000), min_size=1, max_size=8),
-    rows=st.integers(0, 8),
-    speed=st.floats(100.0, 1e6),
+    rows=st.integers(1, 8),
+    speed=st.floats(100.0, 1e5),
+    step=st.floats(0.001, 0.2),
 )
-def test_every_prompt_is_read_and_decode_waits_for_a_budget_at_most(
-    left: list[int], rows: int, speed: float
+def test_every_prompt_is_read_and_decode_gets_its_share(
+    left: list[int], rows: int, speed: float, step: float
 ) -> None:
     subject = policy(speed)
     remaining = dict(enumerate(left))
     turns_of_others = 0
-    since_decode = 0.0
+    decoded = read = 0.0
     while remaining:
         waiting = [WaitingPrompt(key, tokens) for key, tokens in remaining.items()]
         decision = subject.decide(waiting, rows)
-        if decision.turn is not Turn.PREFILL:
-            assert decision.turn is Turn.DECODE
-            since_decode = 0.0
+        if decision.turn is Turn.DECODE:
+            subject.observe_decode(step)
+            decoded += step
             continue
+        assert decision.turn is Turn.PREFILL
         assert 0 < decision.tokens <= min(remaining[decision.request_id], MAXIMUM_CHUNK)
         is_oldest = decision.request_id == waiting[0].request_id
         turns_of_others = 0 if is_oldest else turns_of_others + 1
         assert turns_of_others < OLDEST_EVERY
         seconds = decision.tokens / speed
         subject.observe_prefill(decision.tokens, seconds)
-        since_decode += seconds
-        if rows:
-            budget = 0.1 * min(max(len(waiting) / rows, 1.0), LONGEST_BUDGET_FACTOR)
-            # The last chunk may be a quantum too long; the budget may have shrunk meanwhile.
-            most = 0.1 * LONGEST_BUDGET_FACTOR if len(left) > rows else budget
-            assert since_decode <= most + CHUNK_QUANTUM / speed + 1e-9
+        read += seconds
+        most = min(max(len(left) / rows, 1.0), MOST_WAITING_PER_ROW)
+        # Reading never runs ahead of what decode has earned by more than one chunk.
+        chunk = max(MINIMUM_CHUNK / speed, 0.1 * most)
+        assert read <= decoded * PREFILL_PER_DECODE * most + chunk + 1e-6
         remaining[decision.request_id] -= decision.tokens
         if not remaining[decision.request_id]:
             del remaining[decision.request_id]
 
 
-def test_short_prompts_are_read_together_between_two_decode_steps() -> None:
-    subject = policy(1000.0)
-    read = []
-    for _ in range(3):
-        decision = subject.decide([WaitingPrompt(key, 30) for key in range(3 - len(read))], 3)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
+def test_prompts_alone_are_read_without_a_pause(left: list[int]) -> None:
+    subject = policy()
+    remaining = dict(enumerate(left))
+    while remaining:
+        waiting = [WaitingPrompt(key, tokens) for key, tokens in remaining.items()]
+        decision = subject.decide(waiting, 0)
         assert decision.turn is Turn.PREFILL
-        read.append(decision.tokens)
         subject.observe_prefill(decision.tokens, decision.tokens / 1000.0)
-    assert read == [30, 30, 30]
+        remaining[decision.request_id] -= decision.tokens
+        if not remaining[decision.request_id]:
+            del remaining[decision.request_id]
 
 
 def test_more_is_read_when_more_wait_than_decode() -> None:
     waiting = [WaitingPrompt(key, 1000) for key in range(4)]
-    assert policy(1000.0).decide(waiting, 1).tokens == 400
-    assert policy(1000.0).decide(waiting, 2).tokens == 192
-    assert policy(1000.0).decide(waiting, 8).tokens == 96
+    assert decided(policy(1000.0), waiting, 1) == 400
+    assert decided(policy(1000.0), waiting, 2) == 192
+    assert decided(policy(1000.0), waiting, 8) == 96
 
 
 @given(st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-4, 10.0)), max_size=30))
-def test_chunks_stay_between_the_quantum_and_the_maximum(chunks: list[tuple[int, float]]) -> None:
+def test_chunks_stay_between_the_minimum_and_the_maximum(chunks: list[tuple[int, float]]) -> None:
     pace = PrefillPace()
     for tokens, seconds in chunks:
         pace.observe(tokens, seconds)
-        assert CHUNK_QUANTUM <= pace.chunk(0.1) <= MAXIMUM_CHUNK
+        assert MINIMUM_CHUNK <= pace.chunk(0.1) <= MAXIMUM_CHUNK
         assert pace.chunk(0.1) % CHUNK_QUANTUM == 0
 
 
