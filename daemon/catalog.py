@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+import models
 from daemon.child_process import python_command, python_environment
 from daemon.exit_codes import ExitCode, SparklaneError
 from daemon.locations import checkpoint_folder, checkpoint_name, disk_error, made, pull_lock
@@ -61,6 +62,12 @@ class Progress(msgspec.Struct, frozen=True):
     total: int = 0
 
 
+EMBEDDED_DRAFTERS = {
+    "smollm2-135m-drafter": Path(models.__file__).parent / "drafters" / "smollm2-135m"
+}
+"""Drafters that are part of the package."""
+
+
 class Listed(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint in the cache. `problem` says why it cannot be used, None = it can."""
 
@@ -76,7 +83,8 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
 def resolve(name: str, cache: Path) -> Path | None:
     """The folder of a checkpoint: a path to an existing one, or a name in the cache.
 
-    None = a name that can be pulled but is not there. Raises on a path that holds no
+    A drafter that comes with sparklane is found by its name, too. None = a name that can be
+    pulled but is not there. Raises on a path that holds no
     checkpoint and on anything that is neither path nor name.
     """
     path = Path(name).expanduser()
@@ -87,6 +95,8 @@ def resolve(name: str, cache: Path) -> Path | None:
                 ExitCode.CHECKPOINT,
             )
         return path.absolute()
+    if name in EMBEDDED_DRAFTERS:
+        return EMBEDDED_DRAFTERS[name]
     folder = checkpoint_folder(cache, name)
     return folder if (folder / "config.json").is_file() else None
 

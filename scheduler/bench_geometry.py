@@ -89,7 +89,7 @@ class FixedWidthLane(SpeculativeLane):
 
     width = 1
 
-    def _choose(self) -> WidthChoice:
+    def _choose(self, *, must_draft: bool = False) -> WidthChoice:
         length = self.width - 1 if all(self._survival) else 0
         return WidthChoice(
             width=length + 1,

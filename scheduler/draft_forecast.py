@@ -28,6 +28,11 @@ class DraftForecast:
         self._everyone = AcceptanceRecord(block_size)
         self._rows: dict[int, AcceptanceRecord] = {}
 
+    @property
+    def learns(self) -> bool:
+        """Whether the forecast comes from what was accepted, so that only trying can change it."""
+        return self._calibration is None and self._threshold == 0.0
+
     def survival(self, request_id: int, confidence_logits: Sequence[float] | None) -> list[float]:
         """Chance that the row accepts its first k drafts, for k from 1."""
         if confidence_logits is not None and self._threshold > 0:

@@ -91,7 +91,7 @@ class RoundCosts:
     def draft_seconds(self, rows: int) -> float:
         """A draft of `rows` rows."""
         table = next(iter(self._tables.values()))
-        return table.round_seconds(rows, 1 + 1) - table.verify_seconds(rows, 1 + 1)
+        return table.draft_seconds(rows)
 
     def rounds_per_second(self, depth: int, rows: int) -> Callable[[int], float]:
         """Speed by tokens to verify over all rows, as Algorithm 1 wants it."""

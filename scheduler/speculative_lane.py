@@ -28,6 +28,9 @@ from scheduler.row import Row, StepLogprobs
 from scheduler.serial_lane import SerialLane
 from scheduler.width_policy import WidthChoice, cheapest_width, early_stop_lengths
 
+TRIAL_ROUNDS = 3
+"""Rounds that a probe verifies when only trying tells what is accepted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationSettings:
@@ -78,6 +81,8 @@ class SpeculativeLane:
         self._draft: Draft | None = None
         self._survival: list[list[float]] = []
         self._plain = SerialLane(state)
+        # Rounds that a probe must still verify; None when no probe has begun.
+        self._trial_rounds: int | None = None
         # Whether the probe of the last step, if it was one, showed that drafting pays again.
         self.probe_paid: bool | None = None
         self._parking = Parking(clock)
@@ -94,11 +99,6 @@ class SpeculativeLane:
     def parked(self) -> bool:
         """Whether the rows decode plainly for now."""
         return self._parking.parked
-
-    @property
-    def parked_seconds(self) -> float:
-        """All the time that the lane has been parked."""
-        return self._parking.parked_seconds
 
     def join(self, row: Row, rows: SpeculativeRows, anchor: int) -> list[Output]:
         """Take over a prefilled one-row `rows` whose next input is the token `anchor`.
@@ -139,18 +139,44 @@ class SpeculativeLane:
         if self._draft is None and any(row.produced for row in self._rows):
             self._draft_now()
         choice = self._choose()
-        pays = choice.width > 1
-        fresh = self._draft is None
-        if not fresh and not self._forced:
-            if self._parking.probing:
-                self.probe_paid = pays
-            self._parking.observe(pays, self._costs.draft_seconds(len(self._rows)))
-        if self._parking.parked:
+        if self._draft is not None and not self._forced:
+            if self._on_trial():
+                choice = self._choose(must_draft=True)
+            else:
+                self._judge(pays=choice.width > 1)
+        if self._parking.parked and not self._trial_rounds:
             self._park()
             self._plain.launch()
             return outputs, None
         found, record = self._round(choice)
         return outputs + found, record
+
+    def _on_trial(self) -> bool:
+        """Whether parked rows must verify their drafts now.
+
+        An uncalibrated drafter's forecast is what was accepted: a draft that is not verified
+        could not change it, and a lane that once parked would stay so.
+        """
+        if not self._parking.parked or not self._forecast.learns:
+            return False
+        if self._trial_rounds is None:
+            self._trial_rounds = TRIAL_ROUNDS
+        else:
+            self._trial_rounds -= 1
+        return self._trial_rounds > 0
+
+    def _judge(self, *, pays: bool) -> None:
+        """Park, stay, or come back, by whether drafting pays."""
+        rows = len(self._rows)
+        loss = self._costs.draft_seconds(rows)
+        if self._trial_rounds is not None:
+            table = self._costs.table(max(self._state.lengths))
+            longer = table.round_seconds(rows, table.widths()[-1]) - table.serial_seconds(rows)
+            loss += TRIAL_ROUNDS * max(longer, 0.0)
+        if self._parking.probing:
+            self.probe_paid = pays
+        self._parking.observe(pays, loss)
+        self._trial_rounds = None
 
     def finish_flights(self) -> list[Output]:
         """What plain steps in flight have to say, before the device does something else."""
@@ -158,7 +184,7 @@ class SpeculativeLane:
 
     # Rounds
 
-    def _choose(self) -> WidthChoice:
+    def _choose(self, *, must_draft: bool = False) -> WidthChoice:
         """The width of the next verification and each row's drafts in it."""
         rows = self._rows
         limits = [row.maximum - row.produced - 1 for row in rows]
@@ -186,7 +212,7 @@ class SpeculativeLane:
             costs,
             limits=limits,
             widths=widths,
-            must_draft=self._settings.always,
+            must_draft=must_draft or self._settings.always,
         )
 
     def _round(self, choice: WidthChoice) -> tuple[list[Output], RoundRecord]:

@@ -49,8 +49,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
         """A whole round: draft, verify, and the rest. Width 1 drafts nothing."""
         if width == 1:
             return self.serial_seconds(rows)
-        draft = _at(self.draft, rows)
-        return draft + self.verify_seconds(rows, width) + self.overhead
+        return self.draft_seconds(rows) + self.verify_seconds(rows, width) + self.overhead
+
+    def draft_seconds(self, rows: int) -> float:
+        """A draft of `rows` rows."""
+        return _at(self.draft, rows)
 
     def verify_seconds(self, rows: int, width: int) -> float:
         """Of a measured `width`; between measured rows by straight line, beyond them in

