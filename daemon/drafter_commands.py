@@ -19,13 +19,14 @@ import click
 from daemon.child_process import python_command, python_environment
 
 STEPS = {
-    "regen": ("regeneration", "Let a target write training data."),
-    "train": ("training", "Train a drafter on a corpus."),
-    "calibrate": ("calibration", "Calibrate a drafter's confidences on held-out text."),
-    "quantize": ("quantize_report", "Compare bits by acceptance, and write one choice."),
-    "measure": ("measurement", "Measure acceptance and speed against plain decoding."),
-    "export": ("export", "Write a drafter in another form."),
-    "card": ("card", "Write a drafter's card from what its making left behind."),
+    "regen": ("workshop.regeneration", "Let a target write training data."),
+    "train": ("workshop.training", "Train a drafter on a corpus."),
+    "calibrate": ("workshop.calibration", "Calibrate a drafter's confidences on held-out text."),
+    "quantize": ("workshop.quantize_report", "Compare bits by acceptance, and write one choice."),
+    "measure": ("workshop.measurement", "Measure acceptance and speed against plain decoding."),
+    "export": ("workshop.export", "Write a drafter in another form."),
+    "card": ("workshop.card", "Write a drafter's card from what its making left behind."),
+    "compare": ("dspark.compare", "Replay a DeepSpec trace, round for round."),
 }
 _SHOWN = ("step", "loss", "tokens_per_round", "held_out_tokens_per_round", "seconds")
 
@@ -58,7 +59,7 @@ def run_step(module: str, arguments: list[str]) -> int:
 
     plain = "--json" in arguments
     process = subprocess.Popen(
-        python_command("-m", f"models.workshop.{module}", *arguments),
+        python_command("-m", f"models.{module}", *arguments),
         stdout=subprocess.PIPE,
         env=python_environment(),
         text=True,

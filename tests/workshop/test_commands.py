@@ -32,10 +32,23 @@ def test_a_refusal_is_the_steps_own(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_trace_is_compared_and_a_difference_is_an_exit_code(tmp_path: Path) -> None:
+    trace = json.loads((PAIR / "trace_float32_thr0.json").read_text())
+    trace["prompts"] = trace["prompts"][:1]
+    pair = ["--target", str(PAIR / "target"), "--drafter", str(PAIR / "drafter")]
+    for change, code in ((0, 0), (1, 1)):
+        trace["prompts"][0]["rounds"][1]["draft_tokens"][2] += change
+        file = tmp_path / f"trace{change}.json"
+        file.write_text(json.dumps(trace))
+        arguments = ["compare", "--trace", str(file), *pair]
+        ran = CliRunner().invoke(drafter_commands.drafter, arguments)
+        assert ran.exit_code == code, ran.output
+
+
 def test_every_step_is_a_module() -> None:
-    folder = Path(drafter_commands.__file__).parent.parent / "models" / "workshop"
+    folder = Path(drafter_commands.__file__).parent.parent / "models"
     for module, _ in drafter_commands.STEPS.values():
-        assert (folder / f"{module}.py").exists()
-    assert json.dumps(sorted(drafter_commands.STEPS)) == (
-        '["calibrate", "card", "export", "measure", "quantize", "regen", "train"]'
-    )
+        assert (folder / f"{module.replace('.', '/')}.py").exists()
+    assert sorted(drafter_commands.STEPS) == [
+        "calibrate", "card", "compare", "export", "measure", "quantize", "regen", "train"
+    ]  # fmt: skip
