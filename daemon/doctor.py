@@ -30,20 +30,6 @@ _RUNTIME_BYTES = 400_000_000  # an engine process before it loads anything, and 
 _PULL_BYTES = 300_000_000  # the wheel, the GGUF and the checkpoint, at the same time
 _ASK_SECONDS = 60
 
-# Prints {"backend", "device", "blas"}; "device" is what MLX calls the default device.
-_ASK_MLX = """
-import json, pathlib, sys
-from models import blas
-chosen = blas.load(pathlib.Path(sys.argv[1]))
-import mlx.core as mx
-device = mx.default_device()
-gpu = device.type == mx.gpu
-backend = ("Metal" if mx.metal.is_available() else "CUDA") if gpu else "CPU"
-mx.eval(mx.ones((8, 8)) @ mx.ones((8, 8)))
-name = str(mx.device_info(device).get("device_name", "")) if gpu else ""
-print(json.dumps({"backend": backend, "device": name, "blas": chosen}))
-"""
-
 
 class State(enum.StrEnum):
     """How serious a finding is: fail = sparklane cannot serve here as it is."""
@@ -113,7 +99,7 @@ def _ask_mlx(cache: Path) -> _Engine | Finding:
     remedy = "reinstall the package mlx for this platform"
     try:
         done = subprocess.run(
-            python_command("-c", _ASK_MLX, str(cache)),
+            python_command("-m", "models.backend_report", str(cache)),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -15,7 +15,8 @@ from typing import Protocol
 
 import msgspec
 
-from scheduler.messages import FinishReason, LaneChoice, Sampling, Speculation, TokenLogprobs
+from models.sampling_settings import Sampling
+from scheduler.messages import FinishReason, LaneChoice, Speculation, TokenLogprobs
 
 __all__ = [
     "Delta",

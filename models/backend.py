@@ -30,12 +30,6 @@ def device_name() -> str:
     return str(mx.device_info().get("device_name", device_kind().value))
 
 
-def device_memory_bytes() -> int | None:
-    """Bytes of memory on the default device; None where MLX does not know (the CPU)."""
-    size = mx.device_info().get("memory_size", mx.device_info().get("total_memory"))
-    return None if size is None else int(size)
-
-
 def memory_counters() -> tuple[int, int, int]:
     """Bytes in use, bytes cached for reuse, and the highest use so far."""
     return mx.get_active_memory(), mx.get_cache_memory(), mx.get_peak_memory()

@@ -13,26 +13,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-STEP = 256
-
-
-def row_capacity(rows: int) -> int:
-    """Rows that are allotted for `rows`: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
-    power = 1
-    while power < rows:
-        if rows <= power + power // 2:
-            return power + power // 2
-        power *= 2
-    return power
-
-
-def slot_capacity(slots: int) -> int:
-    """Slots that are allotted for `slots`: steps of 256, from 2048 on of an eighth.
-
-    It depends on nothing else, so that a memory plan can foretell it.
-    """
-    step = max(STEP, (1 << max(slots - 1, 0).bit_length()) // 16)
-    return -(-slots // step) * step
+from models.cache_capacity import row_capacity
 
 
 class RowBuffer:

@@ -14,40 +14,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 import mlx.core as mx
 
+from models.sampling_settings import Sampling
+
 _UINT64 = (1 << 64) - 1
-
-
-class SamplingSettings(Protocol):
-    """What a request may set; see `RowSampling` for the meaning of each field."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def logit_bias(self) -> dict[int, float]: ...
 
 
 class RowSampling:
     """One request's settings, and what it has produced as far as penalties need it."""
 
-    def __init__(
-        self, sampling: SamplingSettings, vocabulary_size: int, produced: Sequence[int]
-    ) -> None:
+    def __init__(self, sampling: Sampling, vocabulary_size: int, produced: Sequence[int]) -> None:
         """Prepare `sampling` for a row that has generated `produced` already.
 
         Raises:
@@ -246,7 +224,7 @@ def _fold(seed: int) -> int:
     return (mixed ^ (mixed >> 31)) >> 32
 
 
-def _check(sampling: SamplingSettings, vocabulary_size: int) -> None:
+def _check(sampling: Sampling, vocabulary_size: int) -> None:
     limits = {
         "temperature": (sampling.temperature >= 0, "at least 0"),
         "top_p": (0 <= sampling.top_p <= 1, "from 0 to 1"),

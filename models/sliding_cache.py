@@ -13,7 +13,8 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from models.row_buffer import RowBuffer, slot_capacity
+from models.cache_capacity import slot_capacity
+from models.row_buffer import RowBuffer
 from models.row_positions import RowPositions
 
 

@@ -34,11 +34,11 @@ from models.dspark.drafter import Choose, Drafter, DraftNetwork, TargetVocabular
 from models.dspark.loader import quantize
 from models.dspark.rows import SpeculativeRows, Verification
 from models.sampling import RowSampling
+from models.sampling_settings import Sampling
 from models.taps import Taps
 from models.target import Target
 from scheduler.cost_measurement import measure
 from scheduler.draft_forecast import DraftForecast
-from scheduler.messages import Sampling
 from scheduler.published_geometries import GEOMETRIES
 from scheduler.round_costs import CostKey, RoundCosts
 from scheduler.row import Row

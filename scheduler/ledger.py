@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-SLOT_STEP = 256
+from models.cache_capacity import row_capacity, slot_capacity
 
 
 class KvCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,22 +42,6 @@ class KvCost(msgspec.Struct, frozen=True, kw_only=True):
             else:
                 high = middle - 1
         return low
-
-
-def row_capacity(rows: int) -> int:
-    """Rows that the engine allots for `rows`: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
-    power = 1
-    while power < rows:
-        if rows <= power + power // 2:
-            return power + power // 2
-        power *= 2
-    return power
-
-
-def slot_capacity(tokens: int) -> int:
-    """Slots that the engine allots for `tokens`: steps of 256, from 2048 on of an eighth."""
-    step = max(SLOT_STEP, (1 << max(tokens - 1, 0).bit_length()) // 16)
-    return -(-tokens // step) * step
 
 
 class Ledger:

@@ -11,8 +11,8 @@ import time
 import mlx.core as mx
 
 from models.sampling import RowSampling, choose
+from models.sampling_settings import Sampling
 from models.target import Target
-from scheduler.messages import Sampling
 from scheduler.step_policy import PrefillPace
 
 PROMPT_TOKENS = 64

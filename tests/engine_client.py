@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from models.sampling_settings import Sampling
 from scheduler.frames import SocketFrameReader, encode
 from scheduler.messages import (
     Configure,
@@ -22,7 +23,6 @@ from scheduler.messages import (
     Output,
     Ready,
     Rejected,
-    Sampling,
     Step,
     Submit,
     ToEngine,

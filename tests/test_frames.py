@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.sampling_settings import Sampling
 from scheduler.frames import MAXIMUM_FRAME_BYTES, AsyncFrameReader, SocketFrameReader, encode
 from scheduler.messages import (
     Cancel,
     Configure,
     FinishReason,
     Output,
-    Sampling,
     Shutdown,
     Step,
     StepKind,

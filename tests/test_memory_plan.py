@@ -13,12 +13,10 @@ from daemon.configuration import MemorySection, ModelSection, Precision
 from daemon.drafter_budget import with_drafter
 from daemon.exit_codes import ExitCode, SparklaneError
 from daemon.memory_budget import PlannedModel, model_needs, plan_models
-from models import row_buffer
 from models.checkpoint import inspect
 from models.dspark.configuration import TargetShape
 from models.dspark.loader import load_drafter
 from models.target import Target
-from scheduler import ledger
 from scheduler.ledger import KvCost
 from scheduler.memory_plan import (
     PROCESS_BYTES,
@@ -30,6 +28,7 @@ from scheduler.memory_plan import (
     plan_together,
     prefill_transients,
 )
+from tests.tiny_models import save_tiny_checkpoint
 
 GIGABYTE = 10**9
 SMALL = MemoryNeeds(
@@ -106,11 +105,18 @@ def test_models_served_together_share_what_is_left() -> None:
         plan_together([SMALL, modest, SMALL], MemoryLimit(3 * GIGABYTE, "the machine"), 10**8)
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return Target.load(save_tiny_checkpoint("llama", tmp_path_factory.mktemp("tiny")))
+
+
 @given(tokens=st.integers(0, 1 << 20), rows=st.integers(0, 300))
-def test_the_ledger_prices_what_the_engine_allots(tokens: int, rows: int) -> None:
-    assert ledger.slot_capacity(tokens) == row_buffer.slot_capacity(tokens)
+def test_the_ledger_prices_what_the_engine_allots(tiny: Target, tokens: int, rows: int) -> None:
+    cost = KvCost(bytes_per_token=tiny.kv_bytes_per_token)
     if rows:
-        assert ledger.row_capacity(rows) == row_buffer.row_capacity(rows)
+        assert cost.rectangle(rows, tokens) == tiny.cache_bytes(rows, tokens)
+    else:
+        assert cost.rectangle(rows, tokens) == 0
 
 
 def test_rows_and_tokens_are_rounded_up_as_they_are_allotted() -> None:

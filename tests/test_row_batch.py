@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
+from models.cache_capacity import row_capacity, slot_capacity
 from models.row_batch import RowBatch
-from models.row_buffer import row_capacity, slot_capacity
 from tests.tiny_models import CONFIGURATIONS, WINDOW, build_tiny_model
 
 PROMPTS = [[5, 9, 2, 7, 31], [(7 * i) % 90 + 1 for i in range(41)], [11, 64] * 10]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from models.sampling import RowSampling, _filtered, choose, gumbel, observe, token_logprobs
-from scheduler.messages import Sampling
+from models.sampling_settings import Sampling
 
 VOCABULARY = 40
 

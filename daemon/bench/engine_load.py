@@ -18,16 +18,8 @@ from pathlib import Path
 from daemon.bench.timings import StreamTiming
 from daemon.engine_link import EngineLink, EngineLost, engine_command
 from daemon.exit_codes import ExitCode, SparklaneError
-from scheduler.messages import (
-    Configure,
-    Fault,
-    Output,
-    Ready,
-    Rejected,
-    Sampling,
-    Step,
-    Submit,
-)
+from models.sampling_settings import Sampling
+from scheduler.messages import Configure, Fault, Output, Ready, Rejected, Step, Submit
 
 CONNECT_SECONDS = 120.0
 STOP_SECONDS = 10.0

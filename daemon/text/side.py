@@ -44,11 +44,6 @@ class TextSide:
         self._special_tokens = frozenset(id_ for id_, token in added.items() if token.special)
         self.token_bytes = TokenBytes(self._tokenizer, json.loads(path.read_text("utf-8")))
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether messages can be rendered."""
-        return self._template is not None
-
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a conversation.
 

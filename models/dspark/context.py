@@ -14,8 +14,9 @@ from functools import cached_property
 
 import mlx.core as mx
 
+from models.cache_capacity import row_capacity, slot_capacity
 from models.dspark.configuration import DrafterConfiguration
-from models.row_buffer import RowBuffer, row_capacity, slot_capacity
+from models.row_buffer import RowBuffer
 
 
 class Placement:

@@ -20,11 +20,12 @@ from models.calibration import Calibration, CalibrationError, expected_calibrati
 from models.checkpoint import CheckpointError
 from models.dspark.calibrate import FEWEST_ROUNDS
 from models.dspark.configuration import DrafterError
+from models.sampling_settings import Sampling
 from models.workshop.corpus import Corpus
 from models.workshop.measurement import load_pair
 from models.workshop.progress import refuse, say
 from models.workshop.run_folder import RunError, fingerprint
-from models.workshop.speculation import Answer, Decoder, Round, Settings
+from models.workshop.speculation import Answer, Decoder, Round
 
 
 def fit_answers(answers: Sequence[Answer]) -> Calibration:
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 break
             group = prompts[at : at + options.rows]
             settings = [
-                Settings(temperature=options.temperature, seed=at + i) for i in range(len(group))
+                Sampling(temperature=options.temperature, seed=at + i) for i in range(len(group))
             ]
             answers += decoder.speculative(group, settings, options.max_tokens).answers
             say("progress", done=len(answers), total=len(prompts))

@@ -24,6 +24,7 @@ from models.checkpoint import CheckpointError
 from models.dspark.configuration import DrafterError, TargetShape
 from models.dspark.drafter import Drafter
 from models.dspark.loader import load_drafter
+from models.sampling_settings import Sampling
 from models.target import Target
 from models.workshop.chat_text import ChatText
 from models.workshop.dequantized import dequantize_network
@@ -31,7 +32,7 @@ from models.workshop.figures import acceptance, divergences, looping_share
 from models.workshop.progress import refuse, say
 from models.workshop.regeneration import read_prompts
 from models.workshop.run_folder import RunError, versions
-from models.workshop.speculation import Answer, Decoder, Settings, Timed
+from models.workshop.speculation import Answer, Decoder, Timed
 
 
 def load_pair(
@@ -73,7 +74,7 @@ def measure(
             break
         group = list(prompts[at : at + rows])
         settings = [
-            Settings(temperature=temperature, seed=seed + at + index) for index in range(len(group))
+            Sampling(temperature=temperature, seed=seed + at + index) for index in range(len(group))
         ]
         ways = [*(["serial"] if serial else []), *acceptances]
         for way in ways if number % 2 == 0 else reversed(ways):

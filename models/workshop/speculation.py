@@ -12,29 +12,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import msgspec
 
 from models.decode_rows import TargetRows
 from models.dspark.drafter import Drafter
 from models.dspark.rows import SpeculativeRows, chooser
 from models.sampling import RowSampling, choose, distribution
+from models.sampling_settings import Sampling
 from models.taps import Taps
 from models.target import Target
 
 PREFILL_CHUNK = 512
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen: a request's sampling fields, as `models.sampling` takes them."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
 
 
 class Round(NamedTuple):
@@ -76,7 +63,7 @@ class Decoder:
         self._taps.remove()
 
     def serial(
-        self, prompts: Sequence[list[int]], settings: Sequence[Settings], count: int
+        self, prompts: Sequence[list[int]], settings: Sequence[Sampling], count: int
     ) -> Timed:
         """One token a step and row."""
         rows = TargetRows(self._target)
@@ -108,7 +95,7 @@ class Decoder:
     def speculative(
         self,
         prompts: Sequence[list[int]],
-        settings: Sequence[Settings],
+        settings: Sequence[Sampling],
         count: int,
         *,
         width: int | None = None,

@@ -12,9 +12,9 @@ import pytest
 from models.dspark.drafter import Choose, Drafter, greedy
 from models.dspark.rows import SpeculativeRows, chooser
 from models.sampling import RowSampling
+from models.sampling_settings import Sampling
 from models.taps import Taps
 from models.target import Target
-from scheduler.messages import Sampling
 
 from .pairs import FAMILIES, FIXTURES, make_drafter, trace
 

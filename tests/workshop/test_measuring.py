@@ -13,12 +13,13 @@ import pytest
 from models.calibration import Calibration
 from models.checkpoint import inspect
 from models.dspark.configuration import DrafterError
+from models.sampling_settings import Sampling
 from models.target import Target
 from models.workshop import calibration, export, measurement, quantize_report
 from models.workshop.dequantized import dequantize_network
 from models.workshop.figures import acceptance, divergences
 from models.workshop.quantization import Recipe, quantize_by_recipe
-from models.workshop.speculation import Answer, Decoder, Round, Settings
+from models.workshop.speculation import Answer, Decoder, Round
 from tests.dspark.pairs import FIXTURES, make_drafter, target
 from tests.workshop.corpora import TARGET, write_corpus
 
@@ -40,7 +41,7 @@ def _trace() -> list[dict[str, Any]]:
 def test_rows_say_the_same_with_and_without_a_drafter(temperature: float) -> None:
     decoder = Decoder(_target(), make_drafter("qwen3", dtype=mx.float32))
     prompts = [prompt["prompt_ids"] for prompt in _trace()[:4]]
-    settings = [Settings(temperature=temperature, seed=seed) for seed in range(4)]
+    settings = [Sampling(temperature=temperature, seed=seed) for seed in range(4)]
     try:
         serial = decoder.serial(prompts, settings, 20).answers
         speculative = decoder.speculative(prompts, settings, 20).answers
