@@ -11,7 +11,7 @@ import pytest
 from models.acceptance import probabilities
 from models.dspark.rows import chooser
 from models.sampling import RowSampling
-from scheduler.messages import Sampling
+from models.sampling_settings import Sampling
 
 from .pairs import FAMILIES, FIXTURES, trace
 from .test_batches import Decoding, drafter_of
