@@ -9,7 +9,6 @@ the position, so a wave can be written again.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +24,8 @@ from models.workshop.prompts import Prefix
 # token behind it; then its answer; then nothing.
 _USER = 0
 _LOOK_EVERY = 16
+# Rows are left out once so few of them still write.
+_CROWDED = 0.75
 
 
 class LockstepCache:
@@ -60,6 +61,11 @@ class LockstepCache:
             raise ValueError(f"sequences of {self._length} tokens pass the window {window_size}")
         return None
 
+    def keep(self, rows: mx.array) -> None:
+        """Go on with the rows at these indices [n], in their order."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys[rows], self._values[rows]
+
     @property
     def arrays(self) -> list[mx.array]:
         """What to evaluate."""
@@ -94,6 +100,16 @@ class _State(NamedTuple):
     answer: mx.array
 
 
+class _Live(NamedTuple):
+    """The rows that still write: their numbers in the wave, and their part of everything."""
+
+    rows: NDArray[np.intp]
+    forced: mx.array
+    sizes: mx.array
+    heat: mx.array
+    state: _State
+
+
 class Generator:
     """Writes waves of up to `rows` conversations with one target."""
 
@@ -105,6 +121,7 @@ class Generator:
         self._caches: list[LockstepCache] = []
         self._stops = mx.array(sorted(stops), dtype=mx.int32)
         self._pad = min(stops)
+        self._answering = len(frame.after) + 1
         self._after = mx.array(frame.after, dtype=mx.int32)
         self._choose: Callable[..., tuple[mx.array, _State]] = mx.compile(self._next)
 
@@ -113,46 +130,63 @@ class Generator:
         settings, rows = self._settings, len(prefixes)
         forced, sizes = _pad([prefix.tokens for prefix in prefixes], settings.longest, self._pad)
         answering = np.array([prefix.answering for prefix in prefixes])
-        answer_phase = len(self._frame.after) + 1
-        state = _State(
-            mx.array(np.where(answering, answer_phase, _USER).astype(np.int32)),
-            mx.array(sizes),
-            mx.array(np.where(answering, sizes, settings.longest).astype(np.int32)),
-        )
         kinds = settings.answer_temperatures
         heat = np.array([kinds[row % len(kinds)] for row in range(rows)], dtype=np.float32)
-        answer_heat, lengths = mx.array(heat), mx.array(sizes)
+        answers = np.where(answering, sizes, settings.longest).astype(np.int32)
+        state = _State(
+            mx.array(np.where(answering, self._answering, _USER).astype(np.int32)),
+            mx.array(sizes),
+            mx.array(answers),
+        )
+        live = _Live(np.arange(rows), mx.array(forced), mx.array(sizes), mx.array(heat), state)
         if not self._caches:
             self._caches = [LockstepCache(settings.longest) for _ in range(self._cache_count)]
         for cache in self._caches:
             cache.rewind()
-        token = mx.array(forced[:, 0])
-        columns, pending = [forced[:, 0]], []
+        tokens = np.full((rows, settings.longest), self._pad, dtype=np.int32)
+        tokens[:, 0] = forced[:, 0]
+        token = live.forced[:, 0]
+        pending: list[tuple[int, mx.array]] = []
         keys = mx.random.split(mx.random.key(seed * 1_000_003 + wave), settings.longest)
-        for position in itertools.count(1):
-            if position == settings.longest:
-                break
+        for position in range(1, settings.longest):
             logits = self._model(token[:, None], cache=self._caches)[:, 0]
-            at = min(position, forced.shape[1] - 1)
             token, state = self._choose(
                 logits,
-                mx.array(forced[:, at]),
-                lengths,
-                answer_heat,
-                state,
+                live.forced[:, min(position, forced.shape[1] - 1)],
+                live.sizes,
+                live.heat,
+                live.state,
                 mx.array(position, dtype=mx.int32),
                 keys[position],
             )
+            live = live._replace(state=state)
             mx.async_eval(token, state, [cache.arrays for cache in self._caches])
-            pending.append(token)
-            if position % _LOOK_EVERY == 0:
-                columns += [np.array(column) for column in pending]
-                pending = []
-                active: Any = (state.phase <= answer_phase).sum().item()
-                if active < settings.least_active * rows:
-                    break
-        columns += [np.array(column) for column in pending]
-        return self._cut(np.stack(columns, axis=1), np.array(state.answer), heat)
+            pending.append((position, token))
+            if position % _LOOK_EVERY and position + 1 < settings.longest:
+                continue
+            for place, column in pending:
+                tokens[live.rows, place] = np.array(column)
+            pending = []
+            answers[live.rows] = np.array(state.answer)
+            active = np.flatnonzero(np.array(state.phase) <= self._answering)
+            if len(active) <= settings.least_active * rows:
+                break
+            if len(active) < _CROWDED * len(live.rows):
+                token, live = self._narrow(active, token, live)
+        return self._cut(tokens, answers, heat)
+
+    def _narrow(
+        self, active: NDArray[np.intp], token: mx.array, live: _Live
+    ) -> tuple[mx.array, _Live]:
+        """Go on with `active` rows only: one that has ended costs as much as one that writes."""
+        kept = mx.array(active.astype(np.int32))
+        for cache in self._caches:
+            cache.keep(kept)
+            # One layer after the other: all copies at once would need the memory twice.
+            mx.eval(cache.arrays)
+        state = _State(*(part[kept] for part in live.state))
+        parts = (live.forced[kept], live.sizes[kept], live.heat[kept])
+        return token[kept], _Live(live.rows[active], *parts, state)
 
     def _next(
         self,

@@ -23,6 +23,7 @@ import mlx.nn as nn
 
 from models.dspark.configuration import HeadKind
 from models.dspark.drafter import Drafter, DraftNetwork
+from models.workshop import loss_kernel
 from models.workshop.sequences import block_hidden
 
 CROSS_ENTROPY = 0.1
@@ -60,11 +61,13 @@ class Losses(NamedTuple):
 
 
 class HeadWeights(NamedTuple):
-    """Output matrices: the frozen `vocabulary` [V, H], and `markov` [V, r] or None."""
+    """Output matrices: the frozen `vocabulary` [V, H], `markov` [V, r] or None, and `joint`
+    [V, H + r], both side by side, where no softcap is between them."""
 
     vocabulary: mx.array
     markov: mx.array | None
     softcap: float | None
+    joint: mx.array | None = None
 
 
 class PositionGradients(NamedTuple):
@@ -98,7 +101,7 @@ def loss(drafter: Drafter, network: DraftNetwork, batch: Batch, head: Any, rows:
         mx.stop_gradient(states).reshape(-1, c.hidden_size),
         batch.labels.reshape(-1),
         mx.stop_gradient(weights * scale).reshape(-1),
-        HeadWeights(head, None if markov is None else mx.stop_gradient(markov), c.softcap),
+        _head_weights(head, None if markov is None else mx.stop_gradient(markov), c.softcap),
         rows,
     )
     flow = _flow(hidden.reshape(-1, c.hidden_size), gradients.hidden)
@@ -120,6 +123,12 @@ def loss(drafter: Drafter, network: DraftNetwork, batch: Batch, head: Any, rows:
         confidence = (weights * each).sum() * scale
         total = total + CONFIDENCE * confidence
     return Losses(total, cross_entropy, mean_distance, confidence, *_summary(accepted, batch))
+
+
+def _head_weights(head: mx.array, markov: mx.array | None, softcap: float | None) -> HeadWeights:
+    if markov is None or softcap is not None:
+        return HeadWeights(head, markov, softcap)
+    return HeadWeights(head, markov, softcap, mx.concatenate([head, markov], axis=-1))
 
 
 def head_features(
@@ -194,10 +203,39 @@ def _piece(
     weights: mx.array,
     head: HeadWeights,
 ) -> PositionGradients:
-    logits, slope = _capped(hidden @ head.vocabulary.T, head.softcap)
-    if features is not None and head.markov is not None:
-        logits = logits + features @ head.markov.T
     wanted, _ = _capped(states @ head.vocabulary.T, head.softcap)
+    if features is not None and head.joint is not None:
+        # One product makes the logits of both parts, and one the gradients of both.
+        logits, slope = mx.concatenate([hidden, features], axis=-1) @ head.joint.T, None
+    else:
+        logits, slope = _capped(hidden @ head.vocabulary.T, head.softcap)
+        if features is not None and head.markov is not None:
+            logits = logits + features @ head.markov.T
+    if loss_kernel.serves(logits):
+        gradient, cross_entropy, distance = loss_kernel.loss_gradients(
+            logits, wanted, labels, weights, CROSS_ENTROPY, DISTANCE
+        )
+    else:
+        gradient, cross_entropy, distance = _loss_gradients(logits, wanted, labels, weights)
+    of_features = of_markov = None
+    if features is not None and head.markov is not None:
+        of_markov = (gradient.T @ features).astype(mx.float32)
+        if head.joint is None:
+            of_features = gradient @ head.markov
+    if slope is not None:
+        gradient = gradient * slope
+    if features is not None and head.joint is not None:
+        both = gradient @ head.joint
+        of_hidden, of_features = mx.split(both, [hidden.shape[-1]], axis=-1)
+    else:
+        of_hidden = gradient @ head.vocabulary
+    return PositionGradients(cross_entropy, distance, of_hidden, of_features, of_markov)
+
+
+def _loss_gradients(
+    logits: mx.array, wanted: mx.array, labels: mx.array, weights: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """What `loss_kernel.loss_gradients` returns, on any device and in any dtype."""
     # `precise` sums in float32; storing the result in the logits' dtype keeps traffic low.
     drafted = mx.softmax(logits, axis=-1, precise=True)
     wanted = mx.softmax(wanted, axis=-1, precise=True)
@@ -211,16 +249,7 @@ def _piece(
     one_hot = mx.arange(drafted.shape[-1]) == labels[:, None]
     p = drafted.astype(mx.float32)
     slopes = CROSS_ENTROPY * (p - one_hot) + DISTANCE * p * (signs - lean)
-    gradient = (weights[:, None] * slopes).astype(logits.dtype)
-    of_features = of_markov = None
-    if features is not None and head.markov is not None:
-        of_features = gradient @ head.markov
-        of_markov = (gradient.T @ features).astype(mx.float32)
-    if slope is not None:
-        gradient = gradient * slope
-    return PositionGradients(
-        cross_entropy, distance, gradient @ head.vocabulary, of_features, of_markov
-    )
+    return (weights[:, None] * slopes).astype(logits.dtype), cross_entropy, distance
 
 
 def _capped(logits: mx.array, softcap: float | None) -> tuple[mx.array, mx.array | None]:

@@ -50,6 +50,15 @@ OPENINGS: dict[str, tuple[str, ...]] = {
         "Complete the following Python function:\n\ndef {function}({arguments}):\n",
         '```python\ndef {function}({arguments}):\n    """',
         '```python\nfrom typing import List\n\n\ndef {function}({arguments}):\n    """',
+        "Write a solution to this problem that passes its tests:\n```python\n\ndef {function}"
+        '({arguments}):\n    """',
+        "Solve the following problem, and make sure that the tests pass:\n```python\n\ndef "
+        '{function}({arguments}):\n    """ ',
+        "Write the body of this function:\n```python\nfrom typing import List\n\n\ndef {function}"
+        '({arguments}) -> int:\n    """ ',
+        "Complete the code.\n```python\n\ndef {function}({arguments}):\n    '''",
+        '```python\ndef {function}({arguments}):\n    """\n    Given a list of',
+        '```python\ndef {function}({arguments}):\n    """ {task_upper}.\n    >>> {function}(',
         "Fix the bug in this code:\n```python\ndef {function}({arguments}):\n",
         "Write a class in Python",
         "Implement a {function} function in Python",
@@ -164,6 +173,11 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         'function that {task}.\n    """\n```',
         "Finish the Python code below so that it {task}:\n```python\n\ndef {function}"
         "({arguments}):\n    ''' {task_upper}.\n    '''\n```",
+        "Write a solution to this problem that passes its tests:\n```python\n\ndef {function}"
+        '({arguments}):\n    """ {task_upper}.\n    """\n```',
+        "Solve the following problem, and make sure that the tests pass:\n```python\nfrom typing "
+        'import List\n\n\ndef {function}({arguments}):\n    """\n    {task_upper}.\n\n    '
+        'Return None if the input is empty.\n    """\n```',
         "Implement the following in Python and explain it: a function that {task}.",
         "I need a short script that {task}. How would you write it?",
         "Write a function in JavaScript that {task}.",
@@ -209,11 +223,11 @@ ENDINGS = (
 """What may follow a question of arithmetic."""
 
 WEIGHTS = {
-    "maths": 0.28,
-    "code": 0.28,
+    "maths": 0.26,
+    "code": 0.34,
     "how": 0.08,
-    "explain": 0.13,
-    "write": 0.11,
-    "role": 0.05,
-    "extract": 0.07,
+    "explain": 0.12,
+    "write": 0.10,
+    "role": 0.04,
+    "extract": 0.06,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from models.workshop import regeneration
 from models.workshop.chat_text import ChatText
 from models.workshop.corpus import Corpus
-from models.workshop.generation import Generator, WaveSettings
+from models.workshop.generation import Generator, LockstepCache, WaveSettings
 from models.workshop.prompts import Prefix, PromptDraw, Source, write
 from models.workshop.screening import Screen, Verdict, distinct_share
 from tests.dspark.pairs import target
@@ -56,6 +57,37 @@ def test_rows_of_different_prefixes_write_their_own_greedy_answers() -> None:
             assert 0 <= written <= settings.user_tokens
         assert tokens[row.answer :] == _greedy(model, before, 16, stops)
         assert row.ended == (tokens[-1] in stops)
+
+
+def test_leaving_out_rows_that_have_ended_changes_no_greedy_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, text = target("qwen3"), ChatText(TARGET)
+    settings = WaveSettings(96, 6, 24, 0.9, (0.0,), 0.0)
+    prefixes = [
+        Prefix(text.prompt("count to five " * (1 + 3 * (row % 2))), True, Source.QUESTION)
+        for row in range(6)
+    ]
+
+    def write(crowded: float) -> tuple[list[list[int]], int]:
+        monkeypatch.setattr("models.workshop.generation._CROWDED", crowded)
+        narrowed = Counter[str]()
+        keep = LockstepCache.keep
+
+        def counted(cache: LockstepCache, rows: mx.array) -> None:
+            narrowed["layers"] += 1
+            keep(cache, rows)
+
+        monkeypatch.setattr(LockstepCache, "keep", counted)
+        generator = Generator(model, text.frame, _stops(), settings)
+        rows = [row.tokens.tolist() for row in generator.write(prefixes, 5, 0)]
+        monkeypatch.setattr(LockstepCache, "keep", keep)
+        return rows, narrowed["layers"]
+
+    whole, none = write(0.0)
+    narrow, layers = write(1.0)
+    assert narrow == whole
+    assert none == 0 and layers > 0
 
 
 def test_a_wave_is_a_function_of_its_seed_and_number() -> None:
