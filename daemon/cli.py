@@ -86,6 +86,11 @@ def main() -> None:
 @click.option("--draft-model", help="Drafter of the model: a name or a folder.")
 @click.option("--draft-bits", type=click.Choice(["4", "8", "16"]), help="Bits of its weights.")
 @click.option("--draft-own-head", is_flag=True, help="Keep its own embedding and head.")
+@click.option(
+    "--draft-shortlist/--no-draft-shortlist",
+    default=None,
+    help="Whether to draft from the shortlist beside it only.",
+)
 @click.option("--num-draft-tokens", type=click.IntRange(min=1), help="Most drafts of a round.")
 @click.option(
     "--confidence-threshold",
@@ -114,6 +119,7 @@ def serve(
     draft_model: str | None,
     draft_bits: str | None,
     draft_own_head: bool,
+    draft_shortlist: bool | None,
     num_draft_tokens: int | None,
     confidence_threshold: float | None,
     speculation: SpeculationMode | None,
@@ -135,6 +141,7 @@ def serve(
         draft_model=draft_model,
         draft_bits=int(draft_bits) if draft_bits else None,
         draft_own_head=draft_own_head or None,
+        draft_shortlist=draft_shortlist,
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,
         speculation=speculation,

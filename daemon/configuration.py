@@ -177,6 +177,7 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: str | None = None
     draft_bits: int | None = None
     draft_own_head: bool | None = None
+    draft_shortlist: bool | None = None
     num_draft_tokens: int | None = None
     confidence_threshold: float | None = None
     speculation: SpeculationMode | None = None
@@ -187,6 +188,7 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
             "checkpoint": self.draft_model,
             "bits": self.draft_bits,
             "own_head": self.draft_own_head,
+            "shortlist": self.draft_shortlist,
             "maximum_tokens": self.num_draft_tokens,
             "confidence_threshold": self.confidence_threshold,
             "speculation": self.speculation,

@@ -40,6 +40,9 @@ class DraftSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     own_head: Annotated[bool, Meta(description="Keep the drafter's own embedding and head.")] = (
         False
     )
+    shortlist: Annotated[
+        bool, Meta(description="Draft from the shortlist beside the drafter, where one is stored.")
+    ] = True
     speculation: Annotated[
         SpeculationMode,
         Meta(description="`auto` drafts where it pays, `always` whatever it costs, `off` never."),

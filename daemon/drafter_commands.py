@@ -22,6 +22,7 @@ STEPS = {
     "regen": ("workshop.regeneration", "Let a target write training data."),
     "train": ("workshop.training", "Train a drafter on a corpus."),
     "calibrate": ("workshop.calibration", "Calibrate a drafter's confidences on held-out text."),
+    "shortlist": ("workshop.shortlist", "Choose the tokens that a drafter may propose."),
     "quantize": ("workshop.quantize_report", "Compare bits by acceptance, and write one choice."),
     "measure": ("workshop.measurement", "Measure acceptance and speed against plain decoding."),
     "export": ("workshop.export", "Write a drafter in another form."),

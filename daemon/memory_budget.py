@@ -99,7 +99,13 @@ def _needs_of(model: PlannedModel, *, on_gpu: bool) -> MemoryNeeds:
         return needs
     bits = draft.bits or (4 if on_gpu else 16)
     return with_drafter(
-        needs, model.drafter, bits=bits, group_size=draft.group_size, own_head=draft.own_head
+        needs,
+        model.drafter,
+        bits=bits,
+        group_size=draft.group_size,
+        own_head=draft.own_head,
+        shortlist=draft.shortlist,
+        target_width=needs.weight_bytes / max(model.facts.parameters, 1),
     )
 
 

@@ -97,6 +97,7 @@ class ServedModels:
             bits=draft.bits,
             group_size=draft.group_size,
             own_head=draft.own_head,
+            shortlist=draft.shortlist,
             always=draft.speculation is SpeculationMode.ALWAYS,
             maximum_draft_tokens=draft.maximum_tokens,
             confidence_threshold=draft.confidence_threshold,

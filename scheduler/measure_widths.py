@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--precision", default="auto", help="of the target")
     parser.add_argument("--draft-bits", type=int, default=4, choices=(4, 8, 16))
     parser.add_argument("--draft-group-size", type=int, default=64)
+    parser.add_argument("--no-draft-shortlist", action="store_true", help="ignore a stored one")
     parser.add_argument("--maximum-rows", type=int, default=8)
     parser.add_argument("--depth", type=int, action="append", help="context tokens; repeatable")
     parser.add_argument("--width", type=int, action="append", help="anchor included; repeatable")
@@ -58,6 +59,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         drafter=str(arguments.draft_model),
         bits=arguments.draft_bits,
         group_size=arguments.draft_group_size,
+        shortlist=not arguments.no_draft_shortlist,
     )
     target = Target.load(arguments.model, arguments.precision)
     drafter = load_drafter(
@@ -67,9 +69,10 @@ def _measure(arguments: argparse.Namespace) -> None:
         bits=configure.bits,
         group_size=configure.group_size,
         own_head=configure.own_head,
+        shortlist=configure.shortlist,
     )
     taps = Taps(target.model, drafter.configuration.tap_layers)
-    key = cost_key(target, configure, maximum_rows=arguments.maximum_rows, blas=blas_name)
+    key = cost_key(target, drafter, configure, maximum_rows=arguments.maximum_rows, blas=blas_name)
     # A width of 1 is a serial step: nothing can be compared without it.
     widths = sorted({1, *arguments.width}) if arguments.width else None
 

@@ -58,16 +58,18 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 class DraftConfigure(msgspec.Struct, frozen=True, kw_only=True):
     """How to speculate. `drafter` is a folder.
 
-    `bits` is 4, 8 or 16; None suits the machine: 16 on the CPU, 4 on a GPU. `own_head` keeps the drafter's own embedding and head. `always` never
-    parks; `maximum_draft_tokens` caps a row's drafts; `confidence_threshold` over 0 replaces
-    the choice by cost; `rejection` is the other acceptance rule. Measured costs are kept in
-    `costs_folder`.
+    `bits` is 4, 8 or 16; None suits the machine: 16 on the CPU, 4 on a GPU. `own_head` keeps the
+    drafter's own embedding and head; `shortlist` uses the one stored beside it, where there is
+    one. `always` never parks; `maximum_draft_tokens` caps a row's drafts; `confidence_threshold`
+    over 0 replaces the choice by cost; `rejection` is the other acceptance rule. Measured costs
+    are kept in `costs_folder`.
     """
 
     drafter: str
     bits: int | None = None
     group_size: int = 64
     own_head: bool = False
+    shortlist: bool = True
     always: bool = False
     maximum_draft_tokens: int | None = None
     confidence_threshold: float = 0.0

@@ -82,9 +82,10 @@ def load_pair(
         bits=draft_bits(configure),
         group_size=configure.group_size,
         own_head=configure.own_head,
+        shortlist=configure.shortlist,
     )
     taps = Taps(target.model, drafter.configuration.tap_layers)
-    key = cost_key(target, configure, maximum_rows=maximum_rows, blas=blas)
+    key = cost_key(target, drafter, configure, maximum_rows=maximum_rows, blas=blas)
     costs_folder = Path(configure.costs_folder) if configure.costs_folder else None
     record = CostRecord.load(costs_folder, key) if costs_folder else None
     if record is None:
@@ -110,15 +111,19 @@ def draft_bits(configure: DraftConfigure) -> int:
     return configure.bits or (16 if device_kind() is DeviceKind.CPU else 4)
 
 
-def cost_key(target: Target, configure: DraftConfigure, *, maximum_rows: int, blas: str) -> CostKey:
+def cost_key(
+    target: Target, drafter: Drafter, configure: DraftConfigure, *, maximum_rows: int, blas: str
+) -> CostKey:
     """What the costs of this pair, as loaded here, depend on."""
-    drafter = f"{Path(configure.drafter).resolve()} at {draft_bits(configure)} bits"
+    loaded = f"{Path(configure.drafter).resolve()} at {draft_bits(configure)} bits"
+    if drafter.short_head is not None:
+        loaded += f" over {len(drafter.short_head)} tokens"
     return CostKey(
         machine=f"{platform.machine()} {platform.processor()} {os.cpu_count()} {device_name()}",
         backend=device_kind(),
         blas=blas,
         mlx=version("mlx"),
         target=f"{target.facts.folder.resolve()} in {target.precision}",
-        drafter=drafter,
+        drafter=loaded,
         maximum_rows=maximum_rows,
     )

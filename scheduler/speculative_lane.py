@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from models.dspark.drafter import Draft
-from models.dspark.rows import SpeculativeRows
+from models.dspark.rows import SpeculativeRows, chooser
 from models.sampling import RowSampling, choose, distribution
 from scheduler.draft_forecast import DraftForecast
 from scheduler.messages import Output, RoundRecord, Speculation
@@ -308,7 +308,7 @@ class SpeculativeLane:
         return self._state.draft(
             anchors,
             cap=self._cap,
-            choose=lambda logits, column: choose(logits, samplings, starts + (1 + column)),
+            choose=chooser(samplings, starts),
             keep_logits=self._settings.rejection,
             starts=starts,
             reach=reach,

@@ -195,5 +195,8 @@ def test_flags_of_drafting_make_or_change_a_drafter() -> None:
     (model,) = decode(text, "file", Flags(speculation=SpeculationMode.OFF)).models
     assert model.draft is not None
     assert (model.draft.bits, model.draft.speculation) == (4, SpeculationMode.OFF)
+    assert model.draft.shortlist
+    (model,) = decode(text, "file", Flags(draft_shortlist=False)).models
+    assert model.draft is not None and not model.draft.shortlist
     with pytest.raises(SparklaneError, match="checkpoint"):
         decode("", "flags", Flags(draft_bits=8))

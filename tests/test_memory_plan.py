@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -10,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.configuration import MemorySection, ModelSection, Precision
+from daemon.draft_section import DraftSection
 from daemon.drafter_budget import with_drafter
 from daemon.exit_codes import ExitCode, SparklaneError
 from daemon.memory_budget import PlannedModel, model_needs, plan_models
 from models.checkpoint import inspect
 from models.dspark.configuration import TargetShape
-from models.dspark.loader import load_drafter
+from models.dspark.loader import load_drafter, save_drafter
+from models.dspark.shortlist import Shortlist
 from models.target import Target
 from scheduler.ledger import KvCost
 from scheduler.memory_plan import (
@@ -174,7 +177,15 @@ def test_a_drafter_is_planned_for_as_it_will_be_held(family: str, bits: int) -> 
     folder = Path(__file__).parent / "fixtures" / "dspark" / family
     facts = inspect(folder / "target")
     needs = model_needs(ModelSection(name="pair"), facts, on_gpu=False)
-    planned = with_drafter(needs, folder / "drafter", bits=bits, group_size=64, own_head=False)
+    planned = with_drafter(
+        needs,
+        folder / "drafter",
+        bits=bits,
+        group_size=64,
+        own_head=False,
+        shortlist=True,
+        target_width=4,
+    )
     target = Target.load(folder / "target")
     drafter = load_drafter(
         folder / "drafter", target.model, TargetShape.read(folder / "target"), bits=bits
@@ -184,3 +195,60 @@ def test_a_drafter_is_planned_for_as_it_will_be_held(family: str, bits: int) -> 
     # Norms and biases stay whole, and scales are float32 here instead of 16 bits.
     weights = planned.weight_bytes - needs.weight_bytes
     assert weights == pytest.approx(drafter.weight_bytes, rel=0.001 if bits == 16 else 0.25)
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+@pytest.mark.parametrize("stored_bits", [None, 4])
+@pytest.mark.parametrize("family", ["qwen3", "gemma4"])
+def test_a_shortlist_is_planned_for_as_it_will_be_held(
+    family: str, stored_bits: int | None, own_head: bool, tmp_path: Path
+) -> None:
+    folder, drafter_folder = Path(__file__).parent / "fixtures" / "dspark" / family, tmp_path
+    target = Target.load(folder / "target", "float32")
+    shape = TargetShape.read(folder / "target")
+    source = load_drafter(
+        folder / "drafter", target.model, shape, bits=stored_bits, own_head=own_head
+    )
+    save_drafter(source, drafter_folder)
+    Shortlist(tokens=tuple(range(0, 200, 2)), coverage=0.5, counted=9, corpus="").save(
+        drafter_folder
+    )
+    needs = model_needs(ModelSection(name="pair"), target.facts, on_gpu=False)
+    planned, held = {}, {}
+    for used in (False, True):
+        planned[used] = (
+            with_drafter(
+                needs,
+                drafter_folder,
+                bits=stored_bits or 16,
+                group_size=64,
+                own_head=own_head,
+                shortlist=used,
+                target_width=4,
+            ).weight_bytes
+            - needs.weight_bytes
+        )
+        held[used] = load_drafter(
+            drafter_folder, target.model, shape, own_head=own_head, shortlist=used
+        ).weight_bytes
+        # As above: norms stay whole, and scales are float32 here.
+        rel = 0.25 if stored_bits else 0.001
+        assert planned[used] == pytest.approx(held[used], rel=rel)
+    assert planned[True] != planned[False]
+    if stored_bits is None:
+        assert planned[True] - planned[False] == held[True] - held[False]
+
+
+def test_a_torn_shortlist_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    source = Path(__file__).parent / "fixtures" / "dspark" / "qwen3"
+    folder = tmp_path / "drafter"
+    shutil.copytree(source / "drafter", folder, copy_function=shutil.copyfile)
+    (folder / "shortlist.safetensors").write_bytes(b"torn")
+    draft = DraftSection(checkpoint=str(folder))
+    facts = inspect(source / "target")
+    memory = MemorySection(limit_bytes=3 * GIGABYTE, reserve_bytes=0)
+    with pytest.raises(SparklaneError, match=r"shortlist\.safetensors: truncated") as error:
+        plan_models([PlannedModel(ModelSection(name="a", draft=draft), facts, folder)], memory)
+    assert error.value.exit_code == ExitCode.CHECKPOINT
+    without = msgspec.structs.replace(draft, shortlist=False)
+    plan_models([PlannedModel(ModelSection(name="a", draft=without), facts, folder)], memory)

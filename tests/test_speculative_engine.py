@@ -7,11 +7,14 @@ The reference BLAS gives a token the same bits in a block as alone, so equality 
 from __future__ import annotations
 
 import json
+import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from models.dspark.shortlist import Shortlist
 from scheduler.messages import (
     Cancel,
     Configure,
@@ -46,12 +49,16 @@ SAMPLINGS: list[dict[str, object]] = [
 
 def configure(family: str, **draft: object) -> Configure:
     folder = FIXTURES / family
-    options: dict[str, object] = {"bits": 16, "always": True} | draft
+    options: dict[str, object] = {
+        "drafter": str(folder / "drafter"),
+        "bits": 16,
+        "always": True,
+    } | draft
     return Configure(
         checkpoint=str(folder / "target"),
         maximum_rows=8,
         prefill_milliseconds=5.0,
-        draft=DraftConfigure(drafter=str(folder / "drafter"), **options),  # type: ignore[arg-type]
+        draft=DraftConfigure(**options),  # type: ignore[arg-type]
     )
 
 
@@ -218,6 +225,58 @@ def test_a_quantized_drafter_changes_no_word(family: str, bits: int, tmp_path: P
         for sampling in SAMPLINGS[:2]:
             speculative, serial = both_lanes(client, PROMPTS[1], max_tokens=30, **sampling)
             assert speculative == serial
+
+
+@pytest.fixture(scope="module")
+def shortlisted(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The family's drafter with the commonest tokens of the recorded answers as its shortlist."""
+    folder = tmp_path_factory.mktemp("shortlisted") / "drafter"
+    shutil.copytree(FIXTURES / family / "drafter", folder, copy_function=shutil.copyfile)
+    counts = Counter(token for trace in TRACES[family] for token in trace["output_ids"])
+    tokens = tuple(sorted(token for token, _ in counts.most_common(24)))
+    Shortlist(tokens=tokens, coverage=0.9, counted=counts.total(), corpus="").save(folder)
+    return folder
+
+
+def test_a_shortlist_changes_no_word(
+    engine: EngineClient, family: str, shortlisted: Path, tmp_path: Path
+) -> None:
+    samplings: list[dict[str, object]] = [
+        {},
+        {"temperature": 0.7, "seed": 9},
+        {"temperature": 0.7, "seed": 9, "top_p": 0.9},
+    ]
+    with running_engine(tmp_path, configure(family, drafter=str(shortlisted))) as client:
+        client.until_ready()
+        for sampling in samplings:
+            accepted = 0
+            for prompt in (trace["prompt_ids"] for trace in TRACES[family][:4]):
+                expected = engine.run(
+                    submit(1, prompt, max_tokens=30, lane=LaneChoice.SERIAL, **sampling)  # type: ignore[arg-type]
+                )[1][0]
+                client.send(submit(1, prompt, max_tokens=30, **sampling))  # type: ignore[arg-type]
+                tokens: list[int] = []
+                for output in client.outputs():
+                    tokens += output.tokens
+                    if output.finish is not None:
+                        assert output.speculation is not None
+                        accepted += output.speculation.accepted
+                        break
+                assert tokens == expected
+            assert accepted > 0
+
+
+def test_a_shortlist_is_used_unless_it_is_turned_off(
+    engine: EngineClient, family: str, shortlisted: Path, tmp_path: Path
+) -> None:
+    sizes, costs = {}, tmp_path / "costs"
+    for used in (True, False):
+        options = {"drafter": str(shortlisted), "shortlist": used, "costs_folder": str(costs)}
+        with running_engine(tmp_path, configure(family, **options)) as client:
+            sizes[used] = client.until_ready().drafter_bytes
+    assert sizes[True] != sizes[False]
+    # Drafts cost something else, so they are measured apart.
+    assert len(list(costs.iterdir())) == 2
 
 
 def test_a_lane_that_does_not_pay_parks_and_says_the_same(family: str, tmp_path: Path) -> None:

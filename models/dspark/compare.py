@@ -138,6 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bits=options.draft_bits,
             own_head=options.draft_own_head,
             dtype=None if options.acceptance_only else mx.float32,
+            # A trace is of a drafter that proposes from the whole vocabulary.
+            shortlist=False,
         )
     except (CheckpointError, DrafterError, OSError, ValueError) as error:
         print(f"cannot compare: {error}", file=sys.stderr)

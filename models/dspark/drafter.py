@@ -2,14 +2,15 @@
 
 Owns the network and, unless it has its own, borrows the target's embedding and output head.
 Runs on the engine's MLX thread. Nothing here reads a value back: a draft is a lazy graph, and
-a caller may chain it behind a verification whose outcome the host does not know yet.
+a caller may chain it behind a verification whose outcome the host does not know yet. With a
+shortlist the heads tell only its tokens apart, and nothing else is ever proposed.
 Arithmetic follows the checkpoint's dtype; logits and confidences are float32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -20,11 +21,13 @@ from models.dspark.configuration import DrafterConfiguration, DrafterError, Fami
 from models.dspark.context import DraftContext, Placement
 from models.dspark.heads import ConfidenceHead, make_markov_head
 from models.dspark.layers import GemmaLayer, QwenLayer
+from models.dspark.short_head import ShortHead, gather_rows
 
 Choose = Callable[[mx.array, int], mx.array]
 """`choose(logits, column)`: logits [R, n, V] float32 of draft columns `column`.. (0 is the token
 after the anchor) to tokens [R, n] int32. Sampling with the noise and the filters of the target
-is what makes drafts agree with it."""
+is what makes drafts agree with it. Under a shortlist V is still the whole vocabulary, with -inf
+for what is not on it; where the choice is `greedy` itself, that detour is saved."""
 
 
 def greedy(logits: mx.array, column: int) -> mx.array:
@@ -34,7 +37,8 @@ def greedy(logits: mx.array, column: int) -> mx.array:
 
 class Draft(NamedTuple):
     """`tokens` [R, c] int32; `confidence_logits` [R, c] float32, None without the head;
-    `logits` [R, c, V] float32 when asked for, as rejection sampling needs them."""
+    `logits` [R, c, V] float32 when asked for, as rejection sampling needs them; -inf for what
+    is not on the drafter's shortlist."""
 
     tokens: mx.array
     confidence_logits: mx.array | None
@@ -49,6 +53,10 @@ class Vocabulary(Protocol):
 
     def project(self, hidden: mx.array) -> mx.array:
         """[R, n, H] to logits [R, n, V], before any softcap."""
+
+    @property
+    def head(self) -> nn.Module:
+        """The layer whose outputs the logits are: linear, or an embedding used as one."""
 
 
 class TargetVocabulary:
@@ -84,6 +92,11 @@ class TargetVocabulary:
         )
         return logits
 
+    @property
+    def head(self) -> nn.Module:
+        module: nn.Module = self._embedding if self._head is None else self._head
+        return module
+
 
 class DraftNetwork(nn.Module):
     """The weights, named as in the checkpoint."""
@@ -116,6 +129,11 @@ class DraftNetwork(nn.Module):
         logits: mx.array = self.lm_head(hidden)
         return logits
 
+    @property
+    def head(self) -> nn.Module:
+        """The drafter's own head, the layer itself."""
+        return self.lm_head
+
     def features(self, taps: mx.array) -> mx.array:
         """What every layer's context projections read: [R, n, m * H] to [R, n, H]."""
         projected: mx.array = self.hidden_norm(self.fc(taps))
@@ -143,6 +161,7 @@ class Drafter:
         self.network = network
         self.vocabulary = vocabulary
         self.dtype = dtype
+        self.short_head: ShortHead | None = None
         self.embedding_scale = (
             math.sqrt(configuration.hidden_size) if configuration.family is Family.GEMMA4 else None
         )
@@ -154,15 +173,31 @@ class Drafter:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the drafter's weights; what is borrowed from the target is not counted."""
+        """Bytes of the drafter's weights; what is borrowed from the target is not counted, the
+        rows that a shortlist copies from it are."""
         parameters: Any = tree_flatten(self.network.parameters())
-        return sum(value.nbytes for _, value in parameters)
+        own: int = sum(value.nbytes for _, value in parameters)
+        return own if self.short_head is None else own + self.short_head.weight_bytes
 
     @property
     def context_bytes_per_token(self) -> int:
         """Bytes that one committed token of one row takes in the context."""
         c = self.configuration
         return 2 * c.layer_count * c.key_value_heads * c.head_dim * self.dtype.size
+
+    def shorten(self, tokens: Sequence[int]) -> None:
+        """From now on propose `tokens` only, ascending ids. Cannot be taken back: of the Markov
+        head's output matrix only their rows are kept.
+
+        Raises `DrafterError` when a matrix is of a kind whose rows cannot be gathered.
+        """
+        self.short_head = ShortHead(
+            tokens, self.vocabulary.head, self.configuration.vocabulary_size
+        )
+        if "markov_head" in self.network:
+            head: Any = self.network.markov_head
+            head.markov_w2 = gather_rows(head.markov_w2, self.short_head.tokens)
+            mx.eval(head.parameters())
 
     def new_context(self) -> DraftContext:
         """An empty context without rows."""
@@ -202,8 +237,12 @@ class Drafter:
         return self.network.block(x, context, context.place(c.block_size, starts, reach))
 
     def base_logits(self, hidden: mx.array) -> mx.array:
-        """Logits [R, n, V] float32 of hidden rows, softcapped, without the Markov bias."""
-        logits = self.vocabulary.project(hidden).astype(mx.float32)
+        """Logits [R, n, V] float32 of hidden rows, softcapped, without the Markov bias, over the
+        whole vocabulary whatever the shortlist."""
+        return self._softcapped(self.vocabulary.project(hidden))
+
+    def _softcapped(self, logits: mx.array) -> mx.array:
+        logits = logits.astype(mx.float32)
         softcap = self.configuration.softcap
         return logits if softcap is None else mx.tanh(logits / softcap) * softcap
 
@@ -228,27 +267,37 @@ class Drafter:
         if not 1 <= count <= self.block_size:
             raise ValueError(f"cap {count} is outside 1 to {self.block_size}")
         hidden = self.hidden(context, anchors, starts, reach)[:, :count]
-        base = self.base_logits(hidden)
+        head = self.vocabulary if self.short_head is None else self.short_head
+        base = self._softcapped(head.project(hidden))
         if "markov_head" not in self.network:
-            return self._finish(hidden, choose(base, 0), None, base if keep_logits else None)
-        head = self.network.markov_head
+            tokens = self._choose(base, 0, choose)
+            return self._finish(hidden, tokens, None, base if keep_logits else None)
+        markov = self.network.markov_head
         previous, state = anchors, None
-        tokens, embeddings, logits = [], [], []
+        columns, embeddings, logits = [], [], []
         for column in range(count):
-            step = head.step(previous, hidden[:, column], state)
+            step = markov.step(previous, hidden[:, column], state)
             corrected = base[:, column] + step.bias.astype(mx.float32)
-            chosen = choose(corrected[:, None], column)
+            chosen = self._choose(corrected[:, None], column, choose)
             previous, state = chosen[:, 0], step.state
-            tokens.append(chosen)
+            columns.append(chosen)
             embeddings.append(step.embedding)
             if keep_logits:
                 logits.append(corrected)
         return self._finish(
             hidden,
-            mx.concatenate(tokens, axis=1),
+            mx.concatenate(columns, axis=1),
             mx.stack(embeddings, axis=1),
             mx.stack(logits, axis=1) if keep_logits else None,
         )
+
+    def _choose(self, logits: mx.array, column: int, choose: Choose) -> mx.array:
+        """Tokens [R, n] of the heads' own logits: those of the shortlist, where there is one."""
+        if self.short_head is None:
+            return choose(logits, column)
+        if choose is greedy:
+            return self.short_head.token_ids(greedy(logits, column))
+        return choose(self.short_head.spread(logits), column)
 
     def _finish(
         self,
@@ -261,6 +310,8 @@ class Drafter:
         if "confidence_head" in self.network:
             seen = embeddings if self.configuration.confidence_sees_token else None
             confidence = self.network.confidence_head(hidden, seen)
+        if logits is not None and self.short_head is not None:
+            logits = self.short_head.spread(logits)
         return Draft(tokens, confidence, logits)
 
 

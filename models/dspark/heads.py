@@ -17,7 +17,8 @@ from models.dspark.configuration import DrafterConfiguration, HeadKind
 
 
 class HeadStep(NamedTuple):
-    """`bias` [R, V] for the logits, `embedding` [R, r] of the token before, the new `state`."""
+    """`bias` [R, V] for the logits, or of a shortlist's tokens where the output matrix has only
+    their rows; `embedding` [R, r] of the token before; the new `state`."""
 
     bias: mx.array
     embedding: mx.array

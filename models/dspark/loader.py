@@ -26,6 +26,7 @@ from models.dspark.configuration import (
     read_configuration,
 )
 from models.dspark.drafter import Drafter, DraftNetwork, TargetVocabulary, Vocabulary
+from models.dspark.shortlist import Shortlist
 from models.safetensors_header import HeaderError, read_header
 
 _OWN_HEAD = ("embed_tokens", "lm_head")
@@ -41,19 +42,22 @@ def load_drafter(
     group_size: int = 64,
     own_head: bool = False,
     dtype: mx.Dtype | None = None,
+    shortlist: bool = True,
 ) -> Drafter:
     """Load the drafter in `folder` for `target`, an mlx-lm model of the given shape.
 
     `bits` 4 or 8 quantizes everything but the confidence head in groups of `group_size`; 16
     and None leave the weights in `dtype`, by default that of the target's activations. A
     checkpoint that is stored quantized loads as it is, unless `bits` is 16: then its weights
-    are spread out to `dtype`. `own_head` keeps the drafter's own
-    embedding and head; they are kept also when the target's cannot be borrowed.
+    are spread out to `dtype`. `own_head` keeps the drafter's own embedding and head; they are
+    kept also when the target's cannot be borrowed. A shortlist that is stored beside the drafter
+    is used unless `shortlist` is false.
     """
     if bits not in (None, 4, 8, 16):
         raise DrafterError(f"draft bits is {bits}; 4, 8 and 16 are possible")
     configuration = read_configuration(folder)
     check_fit(configuration, shape)
+    stored = Shortlist.load(folder, configuration.vocabulary_size) if shortlist else None
     weights = _read_weights(folder)
     stored_head = all(f"{name}.weight" in weights for name in _OWN_HEAD)
     vocabulary = _borrowed(configuration, target, own_head, stored_head)
@@ -78,8 +82,12 @@ def load_drafter(
     if configuration.quantization is not None and bits == 16:
         dequantize_model(network)
     network.eval()
+    drafter = Drafter(configuration, network, vocabulary or network, dtype)
+    if stored is not None:
+        # After all quantizing and expanding, so that the rows are those of the matrices in use.
+        drafter.shorten(stored.tokens)
     mx.eval(network.parameters())
-    return Drafter(configuration, network, vocabulary or network, dtype)
+    return drafter
 
 
 def quantize(network: DraftNetwork, bits: int, group_size: int) -> None:
@@ -101,7 +109,10 @@ def quantize(network: DraftNetwork, bits: int, group_size: int) -> None:
 
 def save_drafter(drafter: Drafter, folder: Path) -> None:
     """Write `config.json` and `model.safetensors`, as loaded: quantized if it is, and without
-    embedding and head if those are the target's."""
+    embedding and head if those are the target's. Raises `DrafterError` for a drafter with a
+    shortlist, which no longer has the whole of its Markov head."""
+    if drafter.short_head is not None:
+        raise DrafterError("a drafter with a shortlist is not whole: load it without, to save it")
     folder.mkdir(parents=True, exist_ok=True)
     parameters = dict(tree_flatten(drafter.network.parameters()))
     config = dict(drafter.configuration.source)

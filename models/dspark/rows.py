@@ -241,8 +241,11 @@ def chooser(rows: Sequence[RowSampling], lengths: Sequence[int] | mx.array) -> C
     """The `Choose` of rows whose anchors are at `lengths`: noise and filters of each request.
 
     `lengths` may be an array [R] that nobody has read. Rows with penalties cannot speculate:
-    their logits depend on the tokens in between.
+    their logits depend on the tokens in between. Where all take the best of the logits as they
+    are, the choice is `greedy` itself, which a drafter knows how to make cheaper.
     """
+    if all(row.greedy and row.plain for row in rows):
+        return greedy
 
     def choose_columns(logits: mx.array, column: int) -> mx.array:
         first = 1 + column

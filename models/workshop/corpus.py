@@ -71,6 +71,22 @@ class Corpus:
         """Tokens that can be learned from."""
         return int((self.sizes - self._answers).sum())
 
+    def answer_counts(self, indices: NDArray[np.int64], vocabulary_size: int) -> NDArray[np.int64]:
+        """How often each token id is in the answers of `indices`: int64 [V].
+
+        Raises `RunError` for an id outside the vocabulary.
+        """
+        marks = np.zeros(len(self._tokens) + 1, dtype=np.int64)
+        np.add.at(marks, self._starts[:-1][indices] + self._answers[indices], 1)
+        np.add.at(marks, self._starts[1:][indices], -1)
+        answers = self._tokens[np.cumsum(marks[:-1]) > 0]
+        if len(answers) and int(answers.max()) >= vocabulary_size:
+            raise RunError(
+                f"the corpus has token {answers.max()}, outside the vocabulary of "
+                f"{vocabulary_size}: take the corpus of this drafter's target"
+            )
+        return np.bincount(answers, minlength=vocabulary_size).astype(np.int64)
+
     def check(self, fingerprint: Mapping[str, str]) -> None:
         """Raise `RunError` unless a target of this fingerprint wrote the corpus."""
         for part, mark in fingerprint.items():

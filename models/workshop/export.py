@@ -3,8 +3,8 @@
 Run as `python -m models.workshop.export --target DIR --drafter DIR --out DIR`, in a process of
 its own. `--with-embeddings` adds the copies of the target's embedding and head that DeepSpec's
 own reader wants; without it they are left out, since ours binds the target's. A checkpoint of
-DeepSpec's goes in as well as one of ours. A calibration beside the drafter goes along. Exits
-with 2 when the drafter does not fit.
+DeepSpec's goes in as well as one of ours. A calibration and a shortlist beside the drafter go
+along. Exits with 2 when the drafter does not fit.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from models import calibration
 from models.checkpoint import CheckpointError
+from models.dspark import shortlist
 from models.dspark.configuration import DrafterError, TargetShape
 from models.dspark.loader import load_drafter
 from models.target import Target
@@ -38,7 +39,9 @@ def export(
     if recipe is not None and with_embeddings:
         raise DrafterError("DeepSpec reads no quantized weights: leave one of the two out")
     model = Target.load(target, "bfloat16")
-    loaded = load_drafter(drafter, model.model, TargetShape.read(target), dtype=mx.float32)
+    loaded = load_drafter(
+        drafter, model.model, TargetShape.read(target), dtype=mx.float32, shortlist=False
+    )
     config: dict[str, Any] = dict(loaded.configuration.source)
     for key in ("quantization", "quantization_config"):
         config.pop(key, None)
@@ -55,9 +58,9 @@ def export(
     mx.save_safetensors(str(temporary), weights, {"format": "mlx" if recipe else "pt"})
     temporary.replace(out / WEIGHTS)
     write_json(out / "config.json", config)
-    stored = drafter / calibration.FILE_NAME
-    if stored.exists() and out != drafter:
-        shutil.copyfile(stored, out / calibration.FILE_NAME)
+    for name in (calibration.FILE_NAME, shortlist.FILE_NAME):
+        if (drafter / name).exists() and out != drafter:
+            shutil.copyfile(drafter / name, out / name)
     return (out / WEIGHTS).stat().st_size
 
 

@@ -36,13 +36,18 @@ from models.workshop.speculation import Answer, Decoder, Timed
 
 
 def load_pair(
-    target_folder: Path, drafter_folder: Path, precision: str = "auto", bits: int | None = None
+    target_folder: Path,
+    drafter_folder: Path,
+    precision: str = "auto",
+    bits: int | None = None,
+    *,
+    shortlist: bool = True,
 ) -> tuple[Target, Drafter]:
-    """A pair as it is served. On the CPU a quantized drafter is expanded: only float32
-    products are fast there."""
+    """A pair as it is served, with the drafter's stored shortlist unless `shortlist` is false.
+    On the CPU a quantized drafter is expanded: only float32 products are fast there."""
     target = Target.load(target_folder, precision)
     shape = TargetShape.read(target_folder)
-    drafter = load_drafter(drafter_folder, target.model, shape, bits=bits)
+    drafter = load_drafter(drafter_folder, target.model, shape, bits=bits, shortlist=shortlist)
     if device_kind() is DeviceKind.CPU:
         dequantize_network(drafter.network)
     return target, drafter
@@ -119,7 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         target, drafter = load_pair(
-            options.target, options.drafter, options.precision, options.draft_bits
+            options.target,
+            options.drafter,
+            options.precision,
+            options.draft_bits,
+            shortlist=not options.no_shortlist,
         )
         text = ChatText(options.target)
         prompts = [text.prompt(prompt) for prompt in read_prompts([options.prompts])]
@@ -152,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dataset=options.prompts.stem,
         max_tokens=options.max_tokens,
         drafter_bytes=drafter.weight_bytes,
+        shortlist=None if drafter.short_head is None else len(drafter.short_head),
         precision=target.precision,
         peak_memory=mx.get_peak_memory(),
         versions=versions(),
@@ -177,6 +187,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=int, default=1, help="prompts decoded together")
     add("--width", type=int, help="drafts verified a round; the whole block by default")
     add("--draft-bits", type=int, choices=(4, 8, 16), help="quantize the drafter")
+    add("--no-shortlist", action="store_true", help="draft from the whole vocabulary")
     add("--precision", default="auto", help="of the target")
     add("--no-serial", action="store_true", help="acceptance only")
     add("--seconds", type=float, default=0.0, help="begin no prompt after so long")

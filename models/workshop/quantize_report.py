@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("start", command="quantize", prompts=len(prompts))
         rows: list[dict[str, Any]] = []
         for recipe in ("16:32", *options.recipes):
-            drafter = load_drafter(options.drafter, target.model, shape)
+            drafter = load_drafter(options.drafter, target.model, shape, shortlist=False)
             quantize_by_recipe(drafter.network, Recipe.parse(recipe))
             size = sum(value.nbytes for value in stored_weights(drafter.network).values())
             # What is measured is the rounding of weights, not a slower kernel.

@@ -50,5 +50,6 @@ def test_every_step_is_a_module() -> None:
     for module, _ in drafter_commands.STEPS.values():
         assert (folder / f"{module.replace('.', '/')}.py").exists()
     assert sorted(drafter_commands.STEPS) == [
-        "calibrate", "card", "compare", "export", "measure", "quantize", "regen", "train"
+        "calibrate", "card", "compare", "export", "measure", "quantize", "regen", "shortlist",
+        "train",
     ]  # fmt: skip
