@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 
@@ -174,6 +175,32 @@ def test_only_rounds_that_show_a_whole_block() -> None:
     assert sample.conversations.tolist() == [0, 1]
     with pytest.raises(CalibrationError, match="no confidence head"):
         calibration.whole_rounds([Answer([1], [Round(0, 2, 0, [], False)], [])])
+
+
+@pytest.mark.parametrize("among_drafts", [False, True])
+def test_a_round_counts_whole_unless_a_draft_ends_the_answer(among_drafts: bool) -> None:
+    """The stop token as the target's own, last token of a round, or as an accepted draft."""
+    prompt = trace("qwen3")["prompts"][0]
+    seen, place = {prompt["first_token"]}, -2 if among_drafts else -1
+    for number, one in enumerate(prompt["rounds"]):
+        committed = one["committed"]
+        if number and len(committed) > 1 and committed[place] not in seen | set(committed[:place]):
+            break
+        seen |= set(committed)
+    else:
+        raise AssertionError("the trace has no such round")
+    facts = msgspec.structs.replace(inspect(TARGET), stop_tokens=(committed[place],))
+    decoder = Decoder(
+        Target(facts, target("qwen3"), "float32"), make_drafter("qwen3", dtype=mx.float32)
+    )
+    try:
+        settings = [Sampling(temperature=0.0)]
+        (found,) = decoder.speculative([prompt["prompt_ids"]], settings, 64).answers
+    finally:
+        decoder.close()
+    assert found.tokens[-1] == committed[place]
+    assert len(found.rounds) == number + 1
+    assert [one.stopped for one in found.rounds] == [False] * number + [among_drafts]
 
 
 class TestCarriedError:
