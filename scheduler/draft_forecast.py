@@ -1,9 +1,10 @@
 """How likely each row's drafts are to be accepted.
 
 Owns the running acceptance of every row in the speculative lane; runs on the engine's MLX
-thread and touches no array. A calibrated drafter is believed: its confidences, temperature
-scaled, are probabilities. An uncalibrated one is not: what its drafts are granted follows from
-how many of them were accepted, by position, first of all rows and soon of the row itself.
+thread and touches no array. A calibrated drafter is believed: its confidences, scaled as the
+request's sampling temperature asks, are probabilities. An uncalibrated one is not: what its
+drafts are granted follows from how many of them were accepted, by position, first of all rows
+and soon of the row itself.
 """
 
 from __future__ import annotations
@@ -33,8 +34,14 @@ class DraftForecast:
         """Whether the forecast comes from what was accepted, so that only trying can change it."""
         return self._calibration is None and self._threshold == 0.0
 
-    def survival(self, request_id: int, confidence_logits: Sequence[float] | None) -> list[float]:
-        """Chance that the row accepts its first k drafts, for k from 1."""
+    def survival(
+        self,
+        request_id: int,
+        confidence_logits: Sequence[float] | None,
+        sampling_temperature: float,
+    ) -> list[float]:
+        """Chance that the row accepts its first k drafts, for k from 1. The temperature is 0
+        for a row that takes the best token, whatever the request says."""
         if confidence_logits is not None and self._threshold > 0:
             bound = math.log(self._threshold) - math.log1p(-self._threshold)
             sure = 0
@@ -42,7 +49,9 @@ class DraftForecast:
                 sure += 1
             return [1.0] * sure
         if confidence_logits is not None and self._calibration is not None:
-            values: list[float] = self._calibration.survival(list(confidence_logits)).tolist()
+            values: list[float] = self._calibration.survival(
+                list(confidence_logits), sampling_temperature
+            ).tolist()
             return values
         return self._record(request_id).survival()
 

@@ -329,6 +329,7 @@ class SpeculativeLane:
             self._forecast.survival(
                 row.request_id,
                 None if values is None else values[index],  # type: ignore[index,arg-type]
+                0.0 if row.sampling.greedy else row.sampling.temperature,
             )[: self._cap]
             for index, row in enumerate(self._rows)
         ]

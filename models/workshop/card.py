@@ -70,21 +70,54 @@ def write_card(
         )
     calibration = Calibration.load(drafter, c.block_size)
     if calibration is not None:
-        lines += ["", "## Calibration", "", f"{calibration.rounds:,} held-out rounds.", ""]
-        lines += ["| position | temperature | error before | after |", "|---|---|---|---|"]
-        for position, row in enumerate(
-            zip(
-                calibration.temperatures,
-                calibration.error_before,
-                calibration.error_after,
-                strict=True,
-            ),
-            start=1,
-        ):
-            lines.append(
-                f"| {position} | {row[0]:.3f} | {100 * row[1]:.1f} % | {100 * row[2]:.1f} % |"
-            )
+        lines += _calibration_lines(calibration)
     return "\n".join(lines) + "\n"
+
+
+def _calibration_lines(calibration: Calibration) -> list[str]:
+    lines = ["", "## Calibration", ""]
+    if not calibration.fits:
+        lines += [f"{calibration.rounds:,} held-out rounds.", ""]
+        lines += ["| position | temperature | error before | after |", "|---|---|---|---|"]
+        columns = zip(
+            calibration.temperatures,
+            calibration.error_before,
+            calibration.error_after,
+            strict=True,
+        )
+        for position, (temperature, before, after) in enumerate(columns, start=1):
+            lines.append(
+                f"| {position} | {temperature:.3f} | {100 * before:.1f} % | {100 * after:.1f} % |"
+            )
+        return lines
+    lines += [
+        "Expected calibration error of the probability that the first k drafts are accepted, on "
+        "conversations that the judged fit had not seen; chance is what a perfect prediction "
+        "would show with as many rounds.",
+    ]
+    for fit in calibration.fits:
+        lines += [
+            "",
+            f"Sampling temperature {fit.sampling_temperature:g}, {fit.rounds:,} rounds of "
+            f"{fit.conversations:,} conversations:",
+            "",
+            "| k | scale | bias | raw | temperatures only | scale and bias | chance |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        rows = zip(
+            fit.error_before,
+            fit.error_temperatures_only,
+            fit.error_after,
+            fit.noise_floor,
+            strict=True,
+        )
+        for position, errors in enumerate(rows):
+            shares = " | ".join(f"{100 * error:.1f} %" for error in errors)
+            lines.append(
+                f"| {position + 1} | {fit.scales[position]:.3f} | {fit.biases[position]:.3f} | "
+                f"{shares} |"
+            )
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,7 +25,8 @@ PREFILL_CHUNK = 512
 
 
 class Round(NamedTuple):
-    """Drafts of one row and how many were accepted; `produced` tokens before it."""
+    """Drafts of one row and how many were accepted; `produced` tokens before it. `stopped` when
+    a stop token was among the accepted ones: those behind it then tell nothing."""
 
     produced: int
     drafted: int
@@ -182,7 +183,13 @@ class _Group:
             if detail is not None:
                 drafted, accepted, confidences = detail
                 self._rounds[index].append(
-                    Round(len(answer), drafted, accepted, confidences, stop is not None)
+                    Round(
+                        len(answer),
+                        drafted,
+                        accepted,
+                        confidences,
+                        stopped=stop is not None and stop < accepted,
+                    )
                 )
             if margins is not None:
                 self._margins[index].append(margins[row])

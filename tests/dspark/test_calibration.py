@@ -1,9 +1,8 @@
-"""Sequential temperature scaling against recorded numbers, and its record on disk."""
+"""Sequential temperature scaling against recorded numbers, and the record of all fits."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.calibration import GRID, Calibration, CalibrationError, fit
-from models.dspark import calibrate
+from models.platt_scaling import PlattFit
 
 from .pairs import FAMILIES, FIXTURES, trace
 
@@ -81,31 +80,57 @@ def test_survival_is_a_falling_chance(data: list[tuple[list[float], int]]) -> No
     assert (np.diff(survival, axis=1) <= 0).all()
 
 
-class TestCommand:
-    def arguments(self, drafter: Path, prompts: Path) -> list[str]:
-        return [
-            *("--target", str(FIXTURES / "qwen3" / "target")),
-            *("--drafter", str(drafter)),
-            *("--prompts", str(prompts)),
-        ]
+def platt(heat: float, scales: list[float], biases: list[float]) -> PlattFit:
+    nothing: list[float] = []
+    return PlattFit(
+        sampling_temperature=heat,
+        scales=scales,
+        biases=biases,
+        rounds=0,
+        conversations=0,
+        error_before=nothing,
+        error_temperatures_only=nothing,
+        error_after=nothing,
+        noise_floor=nothing,
+    )
 
-    def test_it_fits_what_the_trace_fits(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        drafter = tmp_path / "drafter"
-        shutil.copytree(FIXTURES / "qwen3" / "drafter", drafter, copy_function=shutil.copyfile)
-        prompts = FIXTURES / "qwen3" / "trace_float32_thr0.json"
-        assert calibrate.main(self.arguments(drafter, prompts)) == 0
-        stored = Calibration.load(drafter, 7)
-        assert stored is not None
-        assert stored.temperatures == GOLDENS["sts"]["qwen3"]["temperatures"]
-        assert "48 rounds" in capsys.readouterr().out
 
-    def test_too_few_rounds(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        prompts = tmp_path / "prompts.json"
-        prompts.write_text('{"prompts": [{"prompt_ids": [1, 2, 3], "max_new_tokens": 4}]}')
-        assert calibrate.main(self.arguments(FIXTURES / "qwen3" / "drafter", prompts)) == 2
-        assert "too few, at least 40" in capsys.readouterr().err
+def with_fits(*fits: PlattFit) -> Calibration:
+    return Calibration(
+        temperatures=[1.5, 2.0],
+        rounds=9,
+        error_before=[0.2, 0.3],
+        error_after=[0.1, 0.1],
+        fits=list(fits),
+    )
+
+
+@pytest.mark.parametrize(
+    ("heat", "scales", "biases"),
+    [
+        (0.0, (1, 2), (0, 1)),
+        (0.2, (0.8, 1.4), (-0.4, 0.4)),
+        (0.5, (0.5, 0.5), (-1, -0.5)),
+        (0.75, (0.75, 0.25), (-1.5, -0.75)),
+        (1.0, (1, 0), (-2, -1)),
+        (1.7, (1, 0), (-2, -1)),
+    ],
+)
+def test_between_sampling_temperatures(
+    heat: float, scales: tuple[float, float], biases: tuple[float, float]
+) -> None:
+    record = with_fits(
+        platt(0.0, [1, 2], [0, 1]), platt(0.5, [0.5, 0.5], [-1, -0.5]), platt(1.0, [1, 0], [-2, -1])
+    )
+    logits = np.array([[0.3, -2.0], [4.0, 1.0]])
+    expected = np.cumprod(1 / (1 + np.exp(-(logits * scales + biases))), axis=1)
+    assert record.survival(logits, heat) == pytest.approx(expected)
+    assert record.survival(logits[:, :1], heat) == pytest.approx(expected[:, :1])
+
+
+def test_a_single_fit_serves_all() -> None:
+    record = with_fits(platt(1.0, [1, 2], [0, 1]))
+    assert record.survival([0.5, 0.5], 0.0) == pytest.approx(record.survival([0.5, 0.5], 3.0))
 
 
 class TestRecord:
@@ -127,6 +152,40 @@ class TestRecord:
     def test_unreadable(self, tmp_path: Path) -> None:
         (tmp_path / "calibration.json").write_text("{")
         with pytest.raises(CalibrationError, match="Calibrate the drafter again"):
+            Calibration.load(tmp_path, 2)
+
+    def test_of_before_platt_fits(self, tmp_path: Path) -> None:
+        """The form in which temperatures alone were stored."""
+        (tmp_path / "calibration.json").write_text(
+            '{"temperatures": [1.5, 2.0], "rounds": 9, "error_before": [0.2, 0.3], '
+            '"error_after": [0.1, 0.1]}'
+        )
+        stored = Calibration.load(tmp_path, 2)
+        assert stored == self.RECORD
+        # It knows nothing of sampling temperatures: they change nothing.
+        for heat in (0.0, 0.7):
+            first, both = stored.survival([1.5, 0.0], heat)
+            assert first == pytest.approx(1 / (1 + np.exp(-1)))
+            assert both == pytest.approx(first / 2)
+
+    def test_platt_fits_are_stored_too(self, tmp_path: Path) -> None:
+        record = with_fits(platt(0.0, [1, 2], [0, 1]), platt(1.0, [0.5, 0], [-1, -0.25]))
+        record.save(tmp_path)
+        assert Calibration.load(tmp_path, 2) == record
+
+    @pytest.mark.parametrize(
+        ("fits", "says"),
+        [
+            ([platt(0.0, [1, 1, 1], [0, 0])], "not 2 numbers each"),
+            ([platt(0.0, [1, 1], [0])], "not 2 numbers each"),
+            ([platt(0.0, [1, -0.5], [0, 0])], "scales 0 or more"),
+            ([platt(1.0, [1, 1], [0, 0]), platt(0.0, [1, 1], [0, 0])], r"\[1.0, 0.0\] do not rise"),
+            ([platt(1.0, [1, 1], [0, 0])] * 2, "do not rise"),
+        ],
+    )
+    def test_of_fits_that_do_not_fit(self, tmp_path: Path, fits: list[PlattFit], says: str) -> None:
+        with_fits(*fits).save(tmp_path)
+        with pytest.raises(CalibrationError, match=says):
             Calibration.load(tmp_path, 2)
 
     def test_nothing_to_fit(self) -> None:

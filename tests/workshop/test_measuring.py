@@ -1,4 +1,4 @@
-"""Decoding both ways, measuring, calibrating, and the forms a drafter is written in."""
+"""Decoding both ways, measuring, and the forms a drafter is written in."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from models.calibration import Calibration
 from models.checkpoint import inspect
 from models.dspark.configuration import DrafterError
 from models.sampling_settings import Sampling
 from models.target import Target
-from models.workshop import calibration, export, measurement, quantize_report
+from models.workshop import export, measurement, quantize_report
 from models.workshop.dequantized import dequantize_network
 from models.workshop.figures import acceptance, divergences
 from models.workshop.quantization import Recipe, quantize_by_recipe
 from models.workshop.speculation import Answer, Decoder, Round
 from tests.dspark.pairs import FIXTURES, make_drafter, target
-from tests.workshop.corpora import TARGET, write_corpus
+from tests.workshop.corpora import TARGET
 
 DRAFTER = FIXTURES / "qwen3" / "drafter"
 
@@ -94,21 +93,6 @@ def test_measure_prints_what_it_must(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert result["divergences"] == []
     ratio = result["speculative_tokens_per_second"] / result["serial_tokens_per_second"]
     assert result["speedup"] == pytest.approx(ratio)
-
-
-def test_calibrate_stores_what_it_fitted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    corpus = write_corpus(tmp_path / "corpus", 60)
-    copy = tmp_path / "drafter"
-    export.export(TARGET, DRAFTER, copy, None, False)
-    arguments = f"--target {TARGET} --drafter {copy} --corpus {corpus} --held-out 30 --rows 30"
-    assert calibration.main([*arguments.split(), "--max-tokens", "32"]) == 0
-    result = _last(capsys)
-    record = Calibration.load(copy, 7)
-    assert record is not None and record.temperatures == result["temperatures"]
-    assert record.rounds >= 40
-    assert all(a <= b + 1e-9 for a, b in zip(record.error_after, record.error_before, strict=True))
 
 
 def test_a_drafter_goes_out_in_the_form_it_came_in(tmp_path: Path) -> None:
