@@ -26,6 +26,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models import gemma4_text, qwen3
 
+from models import cuda_settings
 from models.backend import device_kind, device_name
 from models.checkpoint import CheckpointFacts
 from models.decode_rows import TargetRows
@@ -242,6 +243,7 @@ def expected_tokens(acceptance: float, width: int) -> float:
 
 def main() -> None:
     """Measure one pair and print."""
+    cuda_settings.prepare(growing_keys=True)
     parser = argparse.ArgumentParser(prog="scheduler.bench_geometry", description=__doc__)
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), required=True)
     parser.add_argument("--bits", type=int, default=4, choices=(4, 8, 16))

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from models import blas
+from models import blas, cuda_settings
 from models.checkpoint import CheckpointError
 from models.dspark.configuration import DrafterError
 from scheduler.engine_link import EngineLink
@@ -57,6 +57,7 @@ def _serve(link: EngineLink) -> int:
         return os.EX_PROTOCOL
     started = time.perf_counter()
     link.send(Loading("load"))
+    cuda_settings.prepare(growing_keys=True)
     blas_name = blas.load()
 
     # MLX takes its BLAS from what the process has loaded when it is first imported.

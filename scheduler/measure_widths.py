@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from models import blas
+from models import blas, cuda_settings
 from models.checkpoint import CheckpointError
 from models.dspark.configuration import DrafterError
 from scheduler.messages import DraftConfigure
@@ -45,6 +45,7 @@ def main() -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> None:
+    cuda_settings.prepare(growing_keys=True)
     blas_name = blas.load()
 
     # MLX takes its BLAS from what the process has loaded when it is first imported.

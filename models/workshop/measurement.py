@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from models import cuda_settings
 from models.backend import DeviceKind, device_kind
 from models.checkpoint import CheckpointError
 from models.dspark.configuration import DrafterError, TargetShape
@@ -45,6 +46,7 @@ def load_pair(
 ) -> tuple[Target, Drafter]:
     """A pair as it is served, with the drafter's stored shortlist unless `shortlist` is false.
     On the CPU a quantized drafter is expanded: only float32 products are fast there."""
+    cuda_settings.prepare(growing_keys=True)
     target = Target.load(target_folder, precision)
     shape = TargetShape.read(target_folder)
     drafter = load_drafter(drafter_folder, target.model, shape, bits=bits, shortlist=shortlist)
