@@ -65,7 +65,9 @@ def test_the_next_token_over_many_seeds(family: str, rule: str) -> None:
 def test_rejection_accepts_as_much_as_the_reference(family: str) -> None:
     """Tokens a round, in the reference loop's protocol: the first token is decoded plainly.
 
-    The recorded mean is over nine prompts, of which six are here; hence the room.
+    The recorded mean is over nine prompts, of which six are here, and four seeds give a standard
+    error of 0.18; hence the room. 25 seeds of eight prompts gave 3.77 and 3.80 for the recorded
+    3.86 and 3.88, each with a standard error of 0.06.
     """
     given = [p for p in trace(family)["prompts"] if p["max_new_tokens"] > 5]
     cases = [(prompt, seed) for seed in range(4) for prompt in given]
