@@ -43,7 +43,8 @@ from scheduler.published_geometries import GEOMETRIES
 from scheduler.round_costs import CostKey, RoundCosts
 from scheduler.row import Row
 from scheduler.serial_lane import SerialLane
-from scheduler.speculative_lane import SpeculationSettings, SpeculativeLane
+from scheduler.speculation_settings import SpeculationSettings
+from scheduler.speculative_lane import SpeculativeLane
 from scheduler.width_policy import WidthChoice
 
 DEPTH = 512

@@ -64,6 +64,11 @@ class Lanes:
         lane = self._speculative
         return len(lane) if lane is not None and lane.parked else 0
 
+    def needs(self) -> list[int]:
+        """Tokens that each row may come to hold."""
+        rows = [*self._serial.rows, *(self._speculative.rows if self._speculative else [])]
+        return [row.need for row in rows]
+
     @property
     def _drafting(self) -> int:
         return 0 if self._speculative is None else len(self._speculative)

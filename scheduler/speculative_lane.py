@@ -5,7 +5,7 @@ chained behind the verification on the device, from an anchor and a position tha
 not seen, so a round has one read: tokens, accepted counts and the next drafts' confidences
 together. From those the width of the next verification is chosen. When drafting does not pay
 the rows park: they go on in plain decode, a step ahead of the host like any serial row and at
-its price, and probe again later. Acceptance is coupled unless rejection is asked for.
+its price, and probe again later. They do the same until it is known what rounds cost. Acceptance is coupled unless rejection is asked for.
 """
 
 from __future__ import annotations
@@ -26,25 +26,11 @@ from scheduler.parking import Parking
 from scheduler.round_costs import RoundCosts
 from scheduler.row import Row, StepLogprobs
 from scheduler.serial_lane import SerialLane
+from scheduler.speculation_settings import SpeculationSettings
 from scheduler.width_policy import WidthChoice, cheapest_width, early_stop_lengths
 
 TRIAL_ROUNDS = 3
 """Rounds that a probe verifies when only trying tells what is accepted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculationSettings:
-    """How the lane speculates.
-
-    `always` never parks and never verifies a lone anchor while drafts are there. `cap` is the
-    most drafts a row is given. `threshold` over 0 is DeepSpec's rule instead of the costs:
-    drafts from the first confidence under it on are not verified.
-    """
-
-    always: bool = False
-    cap: int | None = None
-    threshold: float = 0.0
-    rejection: bool = False
 
 
 @dataclass(eq=False)
@@ -72,8 +58,8 @@ class SpeculativeLane:
         self._costs = costs
         self._settings = settings
         self._clock = clock
-        # A fixed rule decides what is verified: costs have no say, so nothing parks.
-        self._forced = settings.always or settings.threshold > 0
+        # Costs have no say then, so nothing parks.
+        self._forced = settings.forced
         self._cap = min(settings.cap or state.block_size, state.block_size)
         self._rows: list[Row] = []
         self._tallies: dict[int, Tally] = {}
@@ -94,6 +80,11 @@ class SpeculativeLane:
     def busy(self) -> bool:
         """Whether there is something to run or to collect."""
         return bool(self._rows) or self._plain.busy
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, whether they draft now or not."""
+        return [*self._rows, *self._plain.rows]
 
     @property
     def parked(self) -> bool:
@@ -130,7 +121,9 @@ class SpeculativeLane:
     def step(self) -> tuple[list[Output], RoundRecord | None]:
         """Run a round, or a plain step while parked. The record is of a round only."""
         self.probe_paid = None
-        if self._plain.rows and not self._parking.probing:
+        if self._decodes_plainly():
+            if self._rows:
+                self._park()
             self._plain.launch()
             return self._with_tallies(self._plain.collect(keep=1)), None
         outputs = self._unpark()
@@ -150,6 +143,13 @@ class SpeculativeLane:
             return outputs, None
         found, record = self._round(choice)
         return outputs + found, record
+
+    def _decodes_plainly(self) -> bool:
+        """Whether the next step is a plain one: the rows are parked and not due to probe, or
+        what a round of so many rows costs is not known yet."""
+        if not self._forced and not self._costs.covers(len(self)):
+            return True
+        return bool(self._plain.rows) and self._parking.parked and not self._parking.probing
 
     def _on_trial(self) -> bool:
         """Whether parked rows must verify their drafts now.
