@@ -90,7 +90,7 @@ class FixedWidthLane(SpeculativeLane):
 
     width = 1
 
-    def _choose(self, *, must_draft: bool = False) -> WidthChoice:
+    def _choose(self, *, must_draft: bool = False, to_the_end: bool = True) -> WidthChoice:
         length = self.width - 1 if all(self._survival) else 0
         return WidthChoice(
             width=length + 1,
