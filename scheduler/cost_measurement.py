@@ -3,14 +3,13 @@
 Runs on the MLX thread, once for a machine and pair: `scheduler.round_costs` keeps the result.
 A measurement is made of slices, each of one forward, or of one row made ready, so that an engine
 takes them between requests (`scheduler.measuring`). Caches are filled with noise instead of being
-computed, so that a deep context is measured without reading a long prompt. Every figure is a
-median of rounds taken in turn over all widths, so that a drift of the machine's speed touches all
-of them alike. Few rows come first, and are known before more are begun.
+computed, so that a deep context is measured without reading a long prompt. Every figure is the
+least of samples taken in turn over all widths: whatever else runs on the machine only ever adds
+to a sample, and a drift of its speed touches all widths alike. Few rows come first, and are known before more are begun.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,6 +23,8 @@ from scheduler.round_costs import CostKey, CostRecord, MeasuredCost, RoundCosts
 
 DEPTH = 256
 REPEATS = 3
+IDLE_REPEATS = 6
+"""Samples that an idle engine takes: they delay nobody, and one table is kept for good."""
 
 _DRAFT = 0
 """Stands for a draft where widths are listed."""
@@ -136,7 +137,7 @@ class CostMeasurement:
     def _close(self, depth: int, rows: int) -> None:
         """All is timed of one depth and row count."""
         by_kind = {
-            kind: statistics.median(self._samples[place :: len(self._kinds)][1:])
+            kind: min(self._samples[place :: len(self._kinds)][1:])
             for place, kind in enumerate(self._kinds)
         }
         self._samples = []

@@ -22,7 +22,13 @@ from models.dspark.loader import load_drafter
 from models.dspark.rows import SpeculativeRows
 from models.taps import Taps
 from models.target import Target
-from scheduler.cost_measurement import DEPTH, CostMeasurement, row_counts
+from scheduler.cost_measurement import (
+    DEPTH,
+    IDLE_REPEATS,
+    REPEATS,
+    CostMeasurement,
+    row_counts,
+)
 from scheduler.draft_forecast import DraftForecast
 from scheduler.ledger import CacheRoom
 from scheduler.measuring import NOISE_SLACK, Measuring
@@ -108,6 +114,7 @@ def load_pair(
         taps,
         costs,
         rows=_row_counts(maximum_rows, room, forced=settings.forced),
+        repeats=REPEATS if settings.forced else IDLE_REPEATS,
         found=lambda record: record.save(costs_folder) if costs_folder else None,
     )
     while settings.forced and not measurement.complete:

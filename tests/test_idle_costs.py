@@ -37,9 +37,9 @@ def heartbeats_until_measured(client: EngineClient) -> list[tuple[int, int]]:
 def test_an_idle_engine_measures_stores_and_knows(tmp_path: Path) -> None:
     with running_engine(tmp_path, configured(tmp_path)) as client:
         client.until_ready()
-        # 7 drafts: 8 widths and a draft, four times, for 1 row and for 2.
+        # 7 drafts: 8 widths and a draft, seven times, for 1 row and for 2.
         told = heartbeats_until_measured(client)
-        assert all(total == 9 * 4 * 2 for _, total in told)
+        assert all(total == 9 * 7 * 2 for _, total in told)
         assert [timed for timed, _ in told] == sorted(timed for timed, _ in told)
         record = stored(tmp_path)
         assert {(c.rows, c.width) for c in record.verify} == {
@@ -67,7 +67,7 @@ def test_a_part_is_gone_on_with(tmp_path: Path) -> None:
     with running_engine(tmp_path, configured(tmp_path)) as client:
         client.until_ready()
         told = heartbeats_until_measured(client)
-        assert all(timed >= 36 for timed, _ in told)
+        assert all(timed >= 63 for timed, _ in told)
     resumed = stored(tmp_path)
     assert [cost for cost in resumed.verify if cost.rows == 1] == part.verify
     assert resumed.draft.keys() == {1, 2} and resumed.draft[1] == part.draft[1]
@@ -96,7 +96,7 @@ def test_rows_without_room_are_not_measured(tmp_path: Path) -> None:
     with running_engine(tmp_path, configured(tmp_path, rows=4, room=room)) as client:
         client.until_ready()
         told = heartbeats_until_measured(client)
-        assert all(total == 36 for _, total in told)
+        assert all(total == 63 for _, total in told)
     assert stored(tmp_path).draft.keys() == {1}
 
 
