@@ -98,7 +98,9 @@ def main() -> None:
     help="Verify drafts up to the first less confident one, whatever it costs.",
 )
 @click.option(
-    "--speculation", type=click.Choice(list(SpeculationMode)), help="Who decides on drafting."
+    "--speculation",
+    type=click.Choice([mode.value for mode in SpeculationMode]),
+    help="Draft where it pays, whatever it costs, or not at all.",
 )
 @click.option(
     "--log-level",
@@ -122,7 +124,7 @@ def serve(
     draft_shortlist: bool | None,
     num_draft_tokens: int | None,
     confidence_threshold: float | None,
-    speculation: SpeculationMode | None,
+    speculation: str | None,
     log_level: str | None,
     give_up_code: int | None,
 ) -> None:
@@ -144,7 +146,7 @@ def serve(
         draft_shortlist=draft_shortlist,
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,
-        speculation=speculation,
+        speculation=SpeculationMode(speculation) if speculation else None,
     )
     read = functools.partial(_configuration, path, flags, log_level)
     _log_to_stderr()

@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from daemon.draft_section import DraftSection, SpeculationMode
+from daemon.draft_section import DraftSection, SpeculationMode, settled_draft
 from daemon.exit_codes import ExitCode, SparklaneError
 from daemon.toml_lines import line_of
 
@@ -97,6 +97,7 @@ class ModelSection(Section, frozen=True):
         Count | None,
         Meta(description="Most tokens of prompt and answer; the model's own by default."),
     ] = None
+    # None in a file stands for the drafter that the model comes with, if it has one.
     draft: DraftSection | None = None
 
     @property
@@ -330,18 +331,12 @@ def _with_flags(configuration: Configuration, flags: Flags) -> Configuration:
         is_path = flags.model.startswith((".", "/", "~"))
         name = Path(flags.model).expanduser().resolve().name if is_path else flags.model
         models = (*named, ModelSection(name=name, checkpoint=flags.model))[:1]
-    if drafting := flags.drafting():
-        models = tuple(_with_drafting(model, drafting) for model in models)
+    drafting = flags.drafting()
+    models = tuple(
+        msgspec.structs.replace(model, draft=settled_draft(model.source, model.draft, drafting))
+        for model in models
+    )
     return msgspec.structs.replace(configuration, server=server, models=models)
-
-
-def _with_drafting(model: ModelSection, drafting: dict[str, Any]) -> ModelSection:
-    said = msgspec.structs.asdict(model.draft) if model.draft is not None else {}
-    try:
-        draft = msgspec.convert(msgspec.to_builtins(said | drafting), DraftSection)
-    except msgspec.ValidationError as error:
-        raise _wrong(f"the flags of drafting do not make a drafter: {error}") from error
-    return msgspec.structs.replace(model, draft=draft)
 
 
 def _check(configuration: Configuration, source: str) -> None:

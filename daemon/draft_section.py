@@ -1,12 +1,21 @@
-"""What the configuration says of a drafter. Data only."""
+"""What the configuration says of a drafter, and which one a model has when it says nothing.
+
+Pure. Whatever is wrong raises `SparklaneError` with the code for configurations.
+"""
 
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from daemon.exit_codes import ExitCode, SparklaneError
+
+EMBEDDED_DRAFTER_OF = {"smollm2-135m": "smollm2-135m-drafter"}
+"""Models that come with a drafter, by the names that both are found by."""
 
 
 class SpeculationMode(enum.StrEnum):
@@ -28,8 +37,9 @@ class DraftSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A model's drafter, `[models.draft]`."""
 
     checkpoint: Annotated[
-        str, Meta(description="Drafter to pull by name, or path of its folder.", min_length=1)
-    ]
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Drafter to pull by name, or its folder; `smollm2-135m` has its own."),
+    ] = None
     bits: Annotated[
         Literal[4, 8, 16] | None,
         Meta(description="Bits of the drafter's weights; 16 on the CPU and 4 on a GPU by default."),
@@ -59,3 +69,33 @@ class DraftSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         AcceptanceRule,
         Meta(description="`coupled` gives the serial lane's own text, `rejection` its odds."),
     ] = AcceptanceRule.COUPLED
+
+
+def settled_draft(
+    source: str, said: DraftSection | None, flags: Mapping[str, Any]
+) -> DraftSection | None:
+    """How the model found by `source` drafts: what the file says, under what the flags say.
+
+    Where neither names a drafter, a model that comes with one has that. None = it has none.
+    """
+    embedded = EMBEDDED_DRAFTER_OF.get(source)
+    off = {"speculation": SpeculationMode.OFF}
+    if said is None and embedded is None and flags in ({}, off):
+        # Without a drafter there is nothing to turn off.
+        return None
+    fields = (msgspec.structs.asdict(said) if said is not None else {}) | dict(flags)
+    if fields.get("checkpoint") is None:
+        fields["checkpoint"] = embedded
+    try:
+        draft = msgspec.convert(msgspec.to_builtins(fields), DraftSection)
+    except msgspec.ValidationError as error:
+        raise SparklaneError(
+            f"the flags of drafting do not make a drafter: {error}", ExitCode.CONFIGURATION
+        ) from error
+    if draft.checkpoint is None and draft.speculation is not SpeculationMode.OFF:
+        raise SparklaneError(
+            f"the model {source} is to draft and no drafter is named; name its checkpoint "
+            "(models.draft.checkpoint, --draft-model), or set speculation to off",
+            ExitCode.CONFIGURATION,
+        )
+    return draft

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from scheduler.messages import Heartbeat, Memory
+from scheduler.messages import Heartbeat, MeasuringProgress, Memory
 
 
 class Loss(enum.StrEnum):
@@ -49,6 +49,7 @@ class EngineWatch:
         self._steps = -1
         self._pending = 0
         self.memory: Memory | None = None
+        self.measuring: MeasuringProgress | None = None
 
     @property
     def heartbeat_age(self) -> float:
@@ -67,6 +68,7 @@ class EngineWatch:
         """A heartbeat has come."""
         self._heard = self._clock()
         self.memory = heartbeat.memory
+        self.measuring = heartbeat.measuring
         self._pending = heartbeat.pending
         if heartbeat.steps != self._steps:
             self._steps = heartbeat.steps

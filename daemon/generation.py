@@ -16,7 +16,13 @@ from typing import Protocol
 import msgspec
 
 from models.sampling_settings import Sampling
-from scheduler.messages import FinishReason, LaneChoice, Speculation, TokenLogprobs
+from scheduler.messages import (
+    FinishReason,
+    LaneChoice,
+    MeasuringProgress,
+    Speculation,
+    TokenLogprobs,
+)
 
 __all__ = [
     "Delta",
@@ -24,6 +30,7 @@ __all__ = [
     "FinishReason",
     "Generation",
     "LaneChoice",
+    "MeasuringProgress",
     "ModelState",
     "Refusal",
     "RefusalKind",
@@ -134,6 +141,10 @@ class ServedModel(Protocol):
     @property
     def problem(self) -> str | None:
         """Why it is down; None otherwise."""
+
+    @property
+    def measuring(self) -> MeasuringProgress | None:
+        """How far it is in measuring what rounds cost; None while nothing is measured."""
 
     @property
     def context_length(self) -> int:

@@ -11,15 +11,20 @@ from aiohttp import web
 
 from daemon.edge import DISPATCHER, METRICS, model_of
 from daemon.errors import json_response
-from daemon.generation import ModelState, ServedModel
+from daemon.generation import MeasuringProgress, ModelState, ServedModel
 from daemon.openai_answers import ModelCard, ModelList
 
 
 class ModelHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """One model: its state and, when it is down, why."""
+    """One model: its state and, when it is down, why.
+
+    `measuring` says how far a ready model with a drafter is in measuring what rounds cost, such
+    as "costs 12/144"; it drafts as far as costs are known.
+    """
 
     state: ModelState
     problem: str | None = None
+    measuring: str | None = None
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +40,9 @@ def health_of(request: web.Request) -> Health:
     """The state of the daemon and its models."""
     dispatcher = request.app[DISPATCHER]
     models = {
-        name: ModelHealth(state=model.state, problem=model.problem)
+        name: ModelHealth(
+            state=model.state, problem=model.problem, measuring=_words(model.measuring)
+        )
         for name, model in dispatcher.models.items()
     }
     loaded = all(model.state is ModelState.READY for model in models.values())
@@ -74,6 +81,10 @@ async def list_models(request: web.Request) -> web.Response:
 async def get_model(request: web.Request) -> web.Response:
     """One model."""
     return json_response(_card(model_of(request, request.match_info["model"])))
+
+
+def _words(measuring: MeasuringProgress | None) -> str | None:
+    return None if measuring is None else f"costs {measuring.timed}/{measuring.total}"
 
 
 def _card(model: ServedModel) -> ModelCard:

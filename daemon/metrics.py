@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from daemon.drafting_metrics import DraftingMetrics
 from daemon.generation import FinishReason, RefusalKind
-from scheduler.messages import Memory, Step, StepKind
+from scheduler.messages import MeasuringProgress, Memory, Step, StepKind
 
 # Bounds that public dashboards expect; finer ones where a small model or a GPU is faster.
 # fmt: off
@@ -63,6 +63,8 @@ class EngineReading(Protocol):
     def heartbeat_age(self) -> float | None: ...
     @property
     def engine_memory(self) -> Memory | None: ...
+    @property
+    def measuring(self) -> MeasuringProgress | None: ...
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,16 @@ _READINGS: tuple[tuple[str, str, Callable[[EngineReading], float | None]], ...] 
         "engine_heartbeat_age_seconds",
         "Time since the engine's last heartbeat.",
         lambda r: r.heartbeat_age,
+    ),
+    (
+        "cost_measurements_timed",
+        "Forwards timed while an engine measures what rounds cost; absent when it does not.",
+        lambda r: r.measuring.timed if r.measuring else None,
+    ),
+    (
+        "cost_measurements_planned",
+        "Forwards that an engine times to know what rounds cost; absent when it does not.",
+        lambda r: r.measuring.total if r.measuring else None,
     ),
 )
 

@@ -32,7 +32,7 @@ from daemon.metrics import LANE_OF_STEP, Metrics
 from daemon.supervisor import Supervisor
 from scheduler.admission import Admission, Denial, DenialReason, QueueLimits
 from scheduler.ledger import KvCost
-from scheduler.messages import Cancel, Memory, Ready, Rejected, Step
+from scheduler.messages import Cancel, MeasuringProgress, Memory, Ready, Rejected, Step
 
 log = logging.getLogger("sparklane.model")
 
@@ -138,6 +138,11 @@ class ModelService:
     def engine_memory(self) -> Memory | None:
         """What the engine's allocator counted last."""
         return self.supervisor.memory if self.supervisor else None
+
+    @property
+    def measuring(self) -> MeasuringProgress | None:
+        """How far the engine is in measuring its costs; None while it measures nothing."""
+        return self.supervisor.measuring if self.supervisor else None
 
     @property
     def live_requests(self) -> int:

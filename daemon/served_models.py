@@ -25,6 +25,7 @@ from daemon.model_service import ModelRoom, ModelService
 from daemon.supervisor import STOP_SECONDS, Supervisor
 from models.checkpoint import CheckpointError, inspect
 from scheduler.admission import QueueLimits
+from scheduler.ledger import CacheRoom
 from scheduler.messages import Configure, DraftConfigure
 
 log = logging.getLogger("sparklane.models")
@@ -70,6 +71,7 @@ class ServedModels:
                     maximum_rows=model.maximum_rows,
                     prefill_milliseconds=model.prefill_milliseconds,
                     draft=self._draft_of(model.draft, drafter),
+                    room=CacheRoom(budget=plan.kv_budget, cost=cost),
                 ),
                 service,
                 made(self._cache / "run"),
@@ -80,9 +82,11 @@ class ServedModels:
 
     async def _find(self, section: ModelSection) -> PlannedModel:
         folder = await fetched(section.source, self._cache)
-        drafter = None
-        if section.draft is not None and section.draft.speculation is not SpeculationMode.OFF:
-            drafter = await fetched(section.draft.checkpoint, self._cache)
+        drafter, draft = None, section.draft
+        if draft is not None and draft.speculation is not SpeculationMode.OFF:
+            # The configuration has seen to it that a model that drafts has a drafter.
+            assert draft.checkpoint is not None
+            drafter = await fetched(draft.checkpoint, self._cache)
         try:
             facts = await asyncio.to_thread(inspect, folder)
         except CheckpointError as error:

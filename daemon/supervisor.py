@@ -24,6 +24,7 @@ from scheduler.messages import (
     Fault,
     Heartbeat,
     Loading,
+    MeasuringProgress,
     Memory,
     Ready,
     Rejected,
@@ -115,6 +116,11 @@ class Supervisor:
     def memory(self) -> Memory | None:
         """What the last heartbeat said; None before one came."""
         return self._watch.memory if self._watch else None
+
+    @property
+    def measuring(self) -> MeasuringProgress | None:
+        """How far the engine is in measuring its costs; None while it measures nothing."""
+        return self._watch.measuring if self._watch else None
 
     @property
     def wedged(self) -> bool:

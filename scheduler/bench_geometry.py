@@ -44,7 +44,8 @@ from scheduler.published_geometries import GEOMETRIES
 from scheduler.round_costs import CostKey, RoundCosts
 from scheduler.row import Row
 from scheduler.serial_lane import SerialLane
-from scheduler.speculative_lane import SpeculationSettings, SpeculativeLane
+from scheduler.speculation_settings import SpeculationSettings
+from scheduler.speculative_lane import SpeculativeLane
 from scheduler.width_policy import WidthChoice
 
 DEPTH = 512
@@ -90,7 +91,7 @@ class FixedWidthLane(SpeculativeLane):
 
     width = 1
 
-    def _choose(self, *, must_draft: bool = False) -> WidthChoice:
+    def _choose(self, *, must_draft: bool = False, to_the_end: bool = True) -> WidthChoice:
         length = self.width - 1 if all(self._survival) else 0
         return WidthChoice(
             width=length + 1,

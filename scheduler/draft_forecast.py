@@ -60,6 +60,13 @@ class DraftForecast:
         self._everyone.observe(drafted, accepted)
         self._record(request_id).observe(drafted, accepted)
 
+    def another_text(self) -> None:
+        """All rows have left, and what comes is another text: begin with the fixed guess again.
+
+        A guess that is too good costs a few rounds, one that is too poor is never corrected.
+        """
+        self._everyone = AcceptanceRecord(self._block_size)
+
     def forget(self, request_id: int) -> None:
         """The row has left."""
         self._rows.pop(request_id, None)

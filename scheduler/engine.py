@@ -73,11 +73,12 @@ def _serve(link: EngineLink) -> int:
     warm(target, policy.pace)
     pair = None
     if configure.draft is not None:
-        link.send(Loading("measure"))
+        link.send(Loading("drafter"))
         pair = load_pair(
             target,
             configure.draft,
             maximum_rows=configure.maximum_rows,
+            room=configure.room,
             blas=blas_name,
             progress=lambda share: link.send(Loading(f"measure {share:.0%}")),
         )

@@ -44,10 +44,12 @@ class EngineLink:
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(frame)
 
-    def receive(self, *, wait: bool) -> Configure | Submit | Cancel | Shutdown | None:
-        """The next message; None when there is none and `wait` is false."""
+    def receive(
+        self, *, wait: bool, seconds: float | None = None
+    ) -> Configure | Submit | Cancel | Shutdown | None:
+        """The next message; None when there is none and `wait` is false, or after `seconds`."""
         try:
-            return self._inbox.get(block=wait)
+            return self._inbox.get(block=wait, timeout=seconds)
         except queue.Empty:
             return None
 

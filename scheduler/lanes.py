@@ -64,6 +64,11 @@ class Lanes:
         lane = self._speculative
         return len(lane) if lane is not None and lane.parked else 0
 
+    def needs(self) -> list[int]:
+        """Tokens that each row may come to hold."""
+        rows = [*self._serial.rows, *(self._speculative.rows if self._speculative else [])]
+        return [row.need for row in rows]
+
     @property
     def _drafting(self) -> int:
         return 0 if self._speculative is None else len(self._speculative)
@@ -93,6 +98,8 @@ class Lanes:
 
     def step(self) -> LaneStep:
         """One decode step, of the lane whose turn it is."""
+        if leftover := self._leftover():
+            return LaneStep(StepKind.SERIAL, 0, 0, leftover)
         self._stepped = self._share.choose([len(self._serial), self._drafting])
         if self._stepped == 0:
             rows = self._serial.launch()
@@ -112,6 +119,13 @@ class Lanes:
             record,
             self._speculative.probe_paid,
         )
+
+    def _leftover(self) -> list[Output]:
+        """The last tokens of a lane that has no rows any more, while the other has some."""
+        outputs = [] if len(self._serial) else self._serial.collect()
+        if self._speculative is not None and not len(self._speculative):
+            outputs += self._speculative.finish_flights()
+        return outputs
 
     def observe(self, step: LaneStep, seconds: float) -> None:
         """What the step took, for sharing time between the lanes."""

@@ -8,6 +8,8 @@ adding up needs. It is exact: what was reserved is given back once, whoever asks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from models.cache_capacity import row_capacity, slot_capacity
@@ -42,6 +44,19 @@ class KvCost(msgspec.Struct, frozen=True, kw_only=True):
             else:
                 high = middle - 1
         return low
+
+
+class CacheRoom(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine's caches may take: `budget` bytes, by the prices of the plan."""
+
+    budget: int
+    cost: KvCost
+
+    def has_room(self, needs: Sequence[int], rows: int, tokens: int) -> bool:
+        """Whether a batch of `rows` rows of `tokens` has room beside requests that may become
+        `needs` tokens long."""
+        requests = self.cost.rectangle(len(needs), max(needs, default=0))
+        return requests + self.cost.rectangle(rows, tokens) <= self.budget
 
 
 class Ledger:

@@ -12,6 +12,7 @@ import enum
 import msgspec
 
 from models.sampling_settings import Sampling
+from scheduler.ledger import CacheRoom
 
 PROTOCOL_VERSION = 1
 
@@ -62,7 +63,8 @@ class DraftConfigure(msgspec.Struct, frozen=True, kw_only=True):
     drafter's own embedding and head; `shortlist` uses the one stored beside it, where there is
     one. `always` never parks; `maximum_draft_tokens` caps a row's drafts; `confidence_threshold`
     over 0 replaces the choice by cost; `rejection` is the other acceptance rule. Measured costs
-    are kept in `costs_folder`.
+    are kept in `costs_folder`; where they are unknown, an engine that chooses by them measures
+    them between requests.
     """
 
     drafter: str
@@ -82,6 +84,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
 
     `checkpoint` is a folder. `precision` is auto, float32, bfloat16, float16, 8-bit or 4-bit.
     `prefill_milliseconds` is the time budget of one prefill chunk while rows are decoding.
+    `room` is what the caches may take; None = no bound is known.
     """
 
     protocol: int = PROTOCOL_VERSION
@@ -90,6 +93,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     maximum_rows: int = 8
     prefill_milliseconds: float = 100.0
     draft: DraftConfigure | None = None
+    room: CacheRoom | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -153,6 +157,13 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
     peak: int
 
 
+class MeasuringProgress(msgspec.Struct, frozen=True, array_like=True):
+    """How far an engine is in measuring its costs: forwards timed, of how many."""
+
+    timed: int
+    total: int
+
+
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
     """The engine is alive and has got this far: `stage` is load, compile or warm."""
 
@@ -195,11 +206,15 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
-    """Sent once a second. `pending` requests with an unchanging `steps` mean a wedge."""
+    """Sent once a second. `pending` requests with an unchanging `steps` mean a wedge.
+
+    `measuring` is there while the engine measures what rounds cost.
+    """
 
     steps: int
     pending: int
     memory: Memory
+    measuring: MeasuringProgress | None = None
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):

@@ -68,11 +68,16 @@ class Parking:
         """The lane of the next step."""
         return Lane.SERIAL if self.parked and not self.probing else Lane.SPECULATIVE
 
-    def observe(self, pays: bool, loss_seconds: float) -> None:
+    def probe_now(self) -> None:
+        """Another text begins: if parked, try at once, as if nothing had failed before."""
+        if self.parked:
+            self._failures, self._probe_at = 0, self._clock()
+
+    def observe(self, pays: bool, loss_seconds: float, *, at_once: bool = False) -> None:
         """After a speculative round, or instead of one that would have had width 1.
 
         `pays` says whether the best width for the row is more than 1; `loss_seconds` is how
-        much longer a probe takes than a serial step.
+        much longer a probe takes than a serial step. `at_once` parks without patience.
         """
         now = self._clock()
         if pays:
@@ -82,7 +87,7 @@ class Parking:
             return
         if self._parked_since is None:
             self._unpaid += 1
-            if self._unpaid < self._patience:
+            if self._unpaid < self._patience and not at_once:
                 return
             self._parked_since = now
         else:

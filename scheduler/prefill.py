@@ -51,6 +51,10 @@ class PrefillQueue:
         """Take a prompt out; None when it is not here."""
         return self._prompts.pop(request_id, None)
 
+    def needs(self) -> list[int]:
+        """Tokens that each may come to hold."""
+        return [prompt.row.need for prompt in self._prompts.values()]
+
     def waiting(self) -> list[WaitingPrompt]:
         """What is left to read, by order of arrival."""
         return [WaitingPrompt(key, prompt.tokens_left) for key, prompt in self._prompts.items()]

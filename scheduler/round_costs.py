@@ -2,8 +2,9 @@
 
 Owns the tables of one pair; used on the engine's MLX thread, free of mlx. A table belongs to a
 machine, a backend, the versions of the libraries, a target and a drafter as they are loaded:
-the key names them all, and a file whose key differs is measured again. An unreadable or
-unwritable file costs a measurement, never an error.
+the key names them all, and a file whose key differs is measured again. A file may hold a part,
+of the fewest rows, when an engine ended while it measured: the next one goes on. An unreadable
+or unwritable file costs a measurement, never an error.
 """
 
 from __future__ import annotations
@@ -71,17 +72,40 @@ class CostRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoundCosts:
-    """Cost tables by context depth."""
+    """Cost tables by context depth, as far as they are known.
 
-    def __init__(self, record: CostRecord) -> None:
+    They grow while an engine measures (`add`). `complete` says that no more will come: costs of
+    more rows than were measured are then extrapolated.
+    """
+
+    def __init__(self, record: CostRecord, *, complete: bool = True) -> None:
+        self.complete = complete
         self.record = record
-        depths = sorted({cost.depth for cost in record.verify})
-        self._tables: Mapping[int, CostTable] = {
+        self._tables: Mapping[int, CostTable] = {}
+        self._tabulate()
+
+    def covers(self, rows: int) -> bool:
+        """Whether what a round of `rows` rows costs is known."""
+        measured = max(self.record.draft, default=0)
+        return measured > 0 and (rows <= measured or self.complete)
+
+    def add(self, verify: list[MeasuredCost], *, rows: int, draft_seconds: float) -> None:
+        """Take in all that was measured with `rows` rows behind one depth."""
+        self.record = CostRecord(
+            key=self.record.key,
+            verify=[*self.record.verify, *verify],
+            draft=self.record.draft | {rows: draft_seconds},
+        )
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        record = self.record
+        self._tables = {
             depth: CostTable(
                 verify={(c.rows, c.width): c.seconds for c in record.verify if c.depth == depth},
                 draft=record.draft,
             )
-            for depth in depths
+            for depth in sorted({cost.depth for cost in record.verify})
         }
 
     def table(self, depth: int) -> CostTable:

@@ -33,6 +33,11 @@ class Row:
     launched: int = 0
     live: bool = True
 
+    @property
+    def need(self) -> int:
+        """Tokens that the row may come to hold: its prompt and its budget."""
+        return self.position - self.produced + self.maximum
+
     @classmethod
     def of(cls, submit: Submit, vocabulary_size: int) -> Row:
         """The row of a request whose prompt and produced tokens have been read."""

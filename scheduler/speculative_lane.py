@@ -5,7 +5,7 @@ chained behind the verification on the device, from an anchor and a position tha
 not seen, so a round has one read: tokens, accepted counts and the next drafts' confidences
 together. From those the width of the next verification is chosen. When drafting does not pay
 the rows park: they go on in plain decode, a step ahead of the host like any serial row and at
-its price, and probe again later. Acceptance is coupled unless rejection is asked for.
+its price, and probe again later. They do the same until it is known what rounds cost. Acceptance is coupled unless rejection is asked for.
 """
 
 from __future__ import annotations
@@ -21,30 +21,13 @@ from models.dspark.drafter import Draft
 from models.dspark.rows import SpeculativeRows, chooser
 from models.sampling import RowSampling, choose, distribution
 from scheduler.draft_forecast import DraftForecast
+from scheduler.draft_trials import DraftTrials
 from scheduler.messages import Output, RoundRecord, Speculation
-from scheduler.parking import Parking
 from scheduler.round_costs import RoundCosts
 from scheduler.row import Row, StepLogprobs
 from scheduler.serial_lane import SerialLane
+from scheduler.speculation_settings import SpeculationSettings
 from scheduler.width_policy import WidthChoice, cheapest_width, early_stop_lengths
-
-TRIAL_ROUNDS = 3
-"""Rounds that a probe verifies when only trying tells what is accepted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculationSettings:
-    """How the lane speculates.
-
-    `always` never parks and never verifies a lone anchor while drafts are there. `cap` is the
-    most drafts a row is given. `threshold` over 0 is DeepSpec's rule instead of the costs:
-    drafts from the first confidence under it on are not verified.
-    """
-
-    always: bool = False
-    cap: int | None = None
-    threshold: float = 0.0
-    rejection: bool = False
 
 
 @dataclass(eq=False)
@@ -72,8 +55,8 @@ class SpeculativeLane:
         self._costs = costs
         self._settings = settings
         self._clock = clock
-        # A fixed rule decides what is verified: costs have no say, so nothing parks.
-        self._forced = settings.always or settings.threshold > 0
+        # Costs have no say then, so nothing parks.
+        self._forced = settings.forced
         self._cap = min(settings.cap or state.block_size, state.block_size)
         self._rows: list[Row] = []
         self._tallies: dict[int, Tally] = {}
@@ -81,11 +64,7 @@ class SpeculativeLane:
         self._draft: Draft | None = None
         self._survival: list[list[float]] = []
         self._plain = SerialLane(state)
-        # Rounds that a probe must still verify; None when no probe has begun.
-        self._trial_rounds: int | None = None
-        # Whether the probe of the last step, if it was one, showed that drafting pays again.
-        self.probe_paid: bool | None = None
-        self._parking = Parking(clock)
+        self._trials = DraftTrials(forecast, costs, clock)
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._plain)
@@ -96,9 +75,19 @@ class SpeculativeLane:
         return bool(self._rows) or self._plain.busy
 
     @property
+    def rows(self) -> list[Row]:
+        """All rows, whether they draft now or not."""
+        return [*self._rows, *self._plain.rows]
+
+    @property
     def parked(self) -> bool:
         """Whether the rows decode plainly for now."""
-        return self._parking.parked
+        return self._trials.parked
+
+    @property
+    def probe_paid(self) -> bool | None:
+        """Whether the probe of the last step, if it was one, showed that drafting pays again."""
+        return self._trials.probe_paid
 
     def join(self, row: Row, rows: SpeculativeRows, anchor: int) -> list[Output]:
         """Take over a prefilled one-row `rows` whose next input is the token `anchor`.
@@ -106,6 +95,8 @@ class SpeculativeLane:
         Returns what a step in flight had still to say.
         """
         outputs = self._unpark()
+        if not self._rows:
+            self._trials.another_text()
         self._state.join(rows)
         token = mx.array([anchor], dtype=mx.int32)
         self._anchors = token if self._anchors is None else mx.concatenate([self._anchors, token])
@@ -129,8 +120,10 @@ class SpeculativeLane:
 
     def step(self) -> tuple[list[Output], RoundRecord | None]:
         """Run a round, or a plain step while parked. The record is of a round only."""
-        self.probe_paid = None
-        if self._plain.rows and not self._parking.probing:
+        self._trials.probe_paid = None
+        if self._decodes_plainly():
+            if self._rows:
+                self._park()
             self._plain.launch()
             return self._with_tallies(self._plain.collect(keep=1)), None
         outputs = self._unpark()
@@ -140,43 +133,25 @@ class SpeculativeLane:
             self._draft_now()
         choice = self._choose()
         if self._draft is not None and not self._forced:
-            if self._on_trial():
+            if self._trials.must_draft():
                 choice = self._choose(must_draft=True)
             else:
-                self._judge(pays=choice.width > 1)
-        if self._parking.parked and not self._trial_rounds:
+                # A row near its end has no use for drafts, which says nothing of drafting.
+                pays = self._choose(to_the_end=False).width > 1
+                self._trials.judge(pays=pays, rows=len(self._rows), depth=max(self._state.lengths))
+        if self._trials.parked and not self._trials.trying:
             self._park()
             self._plain.launch()
             return outputs, None
         found, record = self._round(choice)
         return outputs + found, record
 
-    def _on_trial(self) -> bool:
-        """Whether parked rows must verify their drafts now.
-
-        An uncalibrated drafter's forecast is what was accepted: a draft that is not verified
-        could not change it, and a lane that once parked would stay so.
-        """
-        if not self._parking.parked or not self._forecast.learns:
-            return False
-        if self._trial_rounds is None:
-            self._trial_rounds = TRIAL_ROUNDS
-        else:
-            self._trial_rounds -= 1
-        return self._trial_rounds > 0
-
-    def _judge(self, *, pays: bool) -> None:
-        """Park, stay, or come back, by whether drafting pays."""
-        rows = len(self._rows)
-        loss = self._costs.draft_seconds(rows)
-        if self._trial_rounds is not None:
-            table = self._costs.table(max(self._state.lengths))
-            longer = table.round_seconds(rows, table.widths()[-1]) - table.serial_seconds(rows)
-            loss += TRIAL_ROUNDS * max(longer, 0.0)
-        if self._parking.probing:
-            self.probe_paid = pays
-        self._parking.observe(pays, loss)
-        self._trial_rounds = None
+    def _decodes_plainly(self) -> bool:
+        """Whether the next step is a plain one: the rows are parked and not due to probe, or
+        what a round of so many rows costs is not known yet."""
+        if not self._forced and not self._costs.covers(len(self)):
+            return True
+        return bool(self._plain.rows) and self._trials.waiting
 
     def finish_flights(self) -> list[Output]:
         """What plain steps in flight have to say, before the device does something else."""
@@ -184,10 +159,11 @@ class SpeculativeLane:
 
     # Rounds
 
-    def _choose(self, *, must_draft: bool = False) -> WidthChoice:
-        """The width of the next verification and each row's drafts in it."""
-        rows = self._rows
-        limits = [row.maximum - row.produced - 1 for row in rows]
+    def _choose(self, *, must_draft: bool = False, to_the_end: bool = True) -> WidthChoice:
+        """The width of the next verification and each row's drafts in it; no more of them than
+        the row may still produce, unless not `to_the_end`."""
+        rows, block = self._rows, self._state.block_size
+        limits = [row.maximum - row.produced - 1 if to_the_end else block for row in rows]
         depth = max(self._state.lengths)
         if self._settings.threshold > 0 or not any(self._survival):
             # By the threshold the forecast is cut already; without drafts there is no choice.
@@ -257,6 +233,13 @@ class SpeculativeLane:
         )
         tokens: list[list[int]] = verification.tokens.tolist()  # type: ignore[assignment]
         counts: list[int] = accepted.tolist()  # type: ignore[assignment]
+        if not self._forced:
+            self._trials.committed(
+                len(rows) + sum(counts),
+                width=choice.width,
+                rows=len(rows),
+                depth=max(state.lengths),
+            )
         state.commit([count + 1 for count in counts])
         self._anchors, self._draft = anchors, draft
         seconds = self._clock() - started
@@ -319,6 +302,8 @@ class SpeculativeLane:
         assert self._anchors is not None
         starts = mx.array([row.position - 1 for row in self._rows], dtype=mx.int32)
         self._draft = self._chain([row.sampling for row in self._rows], self._anchors, starts, 0)
+        if not self._forced:
+            self._trials.drafted(rows=len(self._rows), depth=max(self._state.lengths))
         confidences = self._draft.confidence_logits
         mx.eval(self._draft.tokens, *([] if confidences is None else [confidences]))
         self._read_forecast(confidences)

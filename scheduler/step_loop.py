@@ -1,6 +1,6 @@
 """The engine's step loop: take messages, choose the next step, run it, send tokens.
 
-Owns the prefill queue and the lanes; runs on the process's main thread, which is the only one
+Owns the prefill queue, the lanes and the measuring of costs; runs on the process's main thread, which is the only one
 that touches MLX. An exception that one request causes is answered with `Rejected` and the
 others go on; anything else ends the engine, and the daemon replays its requests elsewhere.
 """
@@ -13,6 +13,7 @@ from models.backend import memory_counters
 from models.target import Target
 from scheduler.engine_link import EngineLink
 from scheduler.lanes import Lanes, LaneStep
+from scheduler.measuring import QUIET_SECONDS
 from scheduler.messages import (
     Cancel,
     Configure,
@@ -41,6 +42,7 @@ class StepLoop:
         self._policy = policy
         self._prefill = PrefillQueue()
         self._lanes = Lanes(target, pair)
+        self._measuring = pair.measuring if pair else None
         self._steps = 0
         self._memory = Memory(*memory_counters())
         self._last_step_end = time.perf_counter()
@@ -49,26 +51,69 @@ class StepLoop:
     def heartbeat(self) -> Heartbeat:
         """A snapshot; called from the heartbeat thread, so it only reads plain attributes."""
         pending = len(self._prefill) + len(self._lanes)
-        return Heartbeat(steps=self._steps, pending=pending, memory=self._memory)
+        measuring = self._measuring
+        return Heartbeat(
+            steps=self._steps,
+            pending=pending,
+            memory=self._memory,
+            measuring=measuring.progress if measuring else None,
+        )
 
     def run(self) -> None:
         """Step until told to stop; the step in flight is finished."""
         while not self._stopping:
             self._take_messages()
             self._step()
+            self._measure_between_steps()
         self._lanes.finish_flights()
 
     def _take_messages(self) -> None:
         idle = not self._prefill and not self._lanes.busy
         if idle:
-            # An engine with nothing to do blocks here and costs no processor time.
-            message = self._link.receive(wait=True)
+            message = self._wait()
             self._last_step_end = time.perf_counter()
         else:
             message = self._link.receive(wait=False)
         while message is not None:
             self._handle(message)
             message = self._link.receive(wait=False)
+
+    def _wait(self) -> Configure | Submit | Cancel | Shutdown | None:
+        """The next message to an engine that has nothing to do.
+
+        Costs that are not known are measured meanwhile; with nothing to measure it blocks, and
+        costs no processor time.
+        """
+        measuring = self._measuring
+        if measuring is None:
+            return self._link.receive(wait=True)
+        message = self._link.receive(wait=True, seconds=QUIET_SECONDS)
+        while message is None and measuring.wanted:
+            measuring.run_slice()
+            self._memory = Memory(*memory_counters())
+            message = self._link.receive(wait=False)
+        self._drop_finished_measuring()
+        return message if message is not None else self._link.receive(wait=True)
+
+    def _measure_between_steps(self) -> None:
+        """A slice for an engine that is never idle, when it is time for one."""
+        measuring = self._measuring
+        if measuring is None or not (needs := self._needs()) or not measuring.due(needs):
+            return
+        if self._lanes.busy:
+            # A step in flight would be timed with the slice, and its tokens would wait for it.
+            self._report_decode(self._lanes.finish_flights())
+        measuring.run_slice()
+        self._last_step_end = time.perf_counter()
+        self._drop_finished_measuring()
+
+    def _drop_finished_measuring(self) -> None:
+        if self._measuring is not None and not self._measuring.wanted:
+            self._measuring = None
+
+    def _needs(self) -> list[int]:
+        """Tokens that each request here may come to hold."""
+        return self._prefill.needs() + self._lanes.needs()
 
     def _handle(self, message: Configure | Submit | Cancel | Shutdown) -> None:
         match message:
@@ -87,6 +132,8 @@ class StepLoop:
         except ValueError as error:
             self._link.send(Rejected(submit.request_id, str(error)))
             return
+        if self._measuring is not None:
+            self._measuring.make_way([*self._needs(), row.need])
         tokens = submit.prompt + submit.produced
         prompt = self._prefill.add(row, tokens, self._lanes.rows_for(row, submit.lane))
         if prompt.tokens_left == 0:
@@ -177,6 +224,8 @@ class StepLoop:
         now = time.perf_counter()
         seconds = now - self._last_step_end
         self._last_step_end = now
+        if self._measuring is not None:
+            self._measuring.served(seconds)
         return seconds
 
     def _report(self, step: Step) -> None:

@@ -19,6 +19,7 @@ from daemon.generation import (
     Delta,
     FinishReason,
     Generation,
+    MeasuringProgress,
     ModelState,
     Refusal,
     RefusalKind,
@@ -36,6 +37,7 @@ class FakeModel:
     folder: Path | None
     state: ModelState = ModelState.READY
     problem: str | None = None
+    measuring: MeasuringProgress | None = None
     context_length: int = 512
     created: int = 1_700_000_000
 

@@ -44,6 +44,12 @@ def refused(done: subprocess.CompletedProcess[str], code: ExitCode) -> str:
     return lines[0]
 
 
+@pytest.mark.parametrize("mode", ["off", "auto", "always"])
+def test_modes_of_speculation_are_words_of_the_command_line(mode: str, tmp_path: Path) -> None:
+    done = sparklane("serve", "--speculation", mode, "--port", "70000", folder=tmp_path)
+    assert "70000" in refused(done, ExitCode.CONFIGURATION)
+
+
 def test_version_names_what_it_runs_on() -> None:
     done = sparklane("version")
     assert done.returncode == 0

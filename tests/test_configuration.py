@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.catalog import DEFAULT_MODEL
+from daemon.catalog import DEFAULT_MODEL, EMBEDDED_DRAFTERS
 from daemon.configuration import (
     Configuration,
     Flags,
@@ -21,7 +21,7 @@ from daemon.configuration import (
     load,
     reloadable_changes,
 )
-from daemon.draft_section import DraftSection, SpeculationMode
+from daemon.draft_section import EMBEDDED_DRAFTER_OF, DraftSection, SpeculationMode
 from daemon.exit_codes import ExitCode, SparklaneError
 
 FULL = """\
@@ -182,7 +182,7 @@ def test_every_key_is_documented_and_its_default_is_the_schemas() -> None:
             text += f"{row.key} = {row.default}\n"
     found = decode(text, "the documented defaults")
     (model,) = found.models
-    assert model.draft == DraftSection(checkpoint=DEFAULT_MODEL)
+    assert model.draft == DraftSection(checkpoint=EMBEDDED_DRAFTER_OF[DEFAULT_MODEL])
     plain = msgspec.structs.replace(found, models=(msgspec.structs.replace(model, draft=None),))
     assert plain == Configuration()
 
@@ -199,4 +199,49 @@ def test_flags_of_drafting_make_or_change_a_drafter() -> None:
     (model,) = decode(text, "file", Flags(draft_shortlist=False)).models
     assert model.draft is not None and not model.draft.shortlist
     with pytest.raises(SparklaneError, match="checkpoint"):
-        decode("", "flags", Flags(draft_bits=8))
+        decode("", "flags", Flags(model="org/chat", draft_bits=8))
+
+
+EMBEDDED = DraftSection(checkpoint="smollm2-135m-drafter")
+OFF = Flags(speculation=SpeculationMode.OFF)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "draft"),
+    [
+        ("", Flags(), EMBEDDED),
+        ("", Flags(model=DEFAULT_MODEL), EMBEDDED),
+        ('[[models]]\nname = "a"\ncheckpoint = "smollm2-135m"\n', Flags(), EMBEDDED),
+        ("", OFF, msgspec.structs.replace(EMBEDDED, speculation=SpeculationMode.OFF)),
+        (
+            '[[models]]\nname = "smollm2-135m"\n[models.draft]\nspeculation = "off"\n',
+            Flags(),
+            msgspec.structs.replace(EMBEDDED, speculation=SpeculationMode.OFF),
+        ),
+        ("", Flags(draft_bits=8), msgspec.structs.replace(EMBEDDED, bits=8)),
+        ("", Flags(draft_model="/mine"), DraftSection(checkpoint="/mine")),
+        # Who names a folder gets what is in the folder.
+        ("", Flags(model="/cache/checkpoints/smollm2-135m"), None),
+        ("", Flags(model="org/chat"), None),
+        # Nothing to turn off.
+        ("", Flags(model="org/chat", speculation=SpeculationMode.OFF), None),
+    ],
+)
+def test_the_embedded_model_drafts_unless_told_otherwise(
+    text: str, flags: Flags, draft: DraftSection | None
+) -> None:
+    assert decode(text, "file", flags).models[0].draft == draft
+
+
+def test_a_model_that_is_to_draft_needs_a_drafter() -> None:
+    text = '[[models]]\nname = "org/chat"\n[models.draft]\nbits = 4\n'
+    with pytest.raises(SparklaneError, match=r"models\.draft\.checkpoint") as error:
+        decode(text, "file")
+    assert error.value.exit_code == ExitCode.CONFIGURATION
+    (model,) = decode(text + 'speculation = "off"\n', "file").models
+    assert model.draft is not None and model.draft.checkpoint is None
+
+
+def test_the_embedded_drafter_is_one_that_is_found_by_name() -> None:
+    assert set(EMBEDDED_DRAFTER_OF) == {DEFAULT_MODEL}
+    assert set(EMBEDDED_DRAFTER_OF.values()) <= set(EMBEDDED_DRAFTERS)

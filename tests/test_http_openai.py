@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from daemon.edge import HttpSettings
-from daemon.generation import ModelState, Refusal, RefusalKind
+from daemon.generation import MeasuringProgress, ModelState, Refusal, RefusalKind
 from daemon.text.side import TextSide
 from scheduler.messages import Speculation
 from tests.fake_dispatcher import FakeDispatcher, FakeModel, Server, serving
@@ -484,6 +484,13 @@ def test_a_model_that_is_down_or_not_there_yet(server: Server, dispatcher: FakeD
     status, _, answer = post(server, body())
     assert status == 503
     assert "it burnt" in answer["error"]["message"]
+
+
+def test_health_says_how_far_a_measurement_is(server: Server, dispatcher: FakeDispatcher) -> None:
+    for measuring, words in ((MeasuringProgress(12, 144), "costs 12/144"), (None, None)):
+        dispatcher.models["fake"].measuring = measuring
+        with urllib.request.urlopen(f"{server.url}/health", timeout=10) as answer:
+            assert json.load(answer)["models"]["fake"]["measuring"] == words
 
 
 def test_health(server: Server, dispatcher: FakeDispatcher) -> None:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from daemon.generation import FinishReason, RefusalKind
 from daemon.metrics import Metrics, RequestTimes
-from scheduler.messages import Memory, Output, RoundRecord, Step, StepKind
+from scheduler.messages import MeasuringProgress, Memory, Output, RoundRecord, Step, StepKind
 
 EXPECTED = {
     "sparklane_accepted_tokens_by_position_total": ("counter", {"model", "position"}),
@@ -30,6 +30,8 @@ EXPECTED = {
     "sparklane_end_to_end_latency_seconds": ("histogram", {"model"}),
     "sparklane_engine_heartbeat_age_seconds": ("gauge", {"model"}),
     "sparklane_engine_memory_bytes": ("gauge", {"model", "kind"}),
+    "sparklane_cost_measurements_timed": ("gauge", {"model"}),
+    "sparklane_cost_measurements_planned": ("gauge", {"model"}),
     "sparklane_engine_ready": ("gauge", {"model"}),
     "sparklane_engine_restarts_total": ("counter", {"model", "reason"}),
     "sparklane_engine_up": ("gauge", {"model"}),
@@ -66,6 +68,7 @@ class Reading:
     is_ready = True
     heartbeat_age: float | None = 0.5
     engine_memory: Memory | None = Memory(active=1, cache=2, peak=3)
+    measuring: MeasuringProgress | None = MeasuringProgress(12, 144)
 
 
 @pytest.fixture
@@ -142,6 +145,8 @@ def test_gauges_are_read_at_the_scrape(metrics: Metrics) -> None:
     assert value(metrics, "sparklane_requests_waiting", model="m") == 2
     assert value(metrics, "sparklane_engine_up", model="m") == 1
     assert value(metrics, "sparklane_engine_memory_bytes", model="m", kind="peak") == 3
+    assert value(metrics, "sparklane_cost_measurements_timed", model="m") == 12
+    assert value(metrics, "sparklane_cost_measurements_planned", model="m") == 144
     resident = value(
         metrics, "sparklane_process_resident_memory_bytes", process="engine", model="m"
     )
@@ -153,12 +158,14 @@ def test_an_engine_that_is_away_has_no_readings() -> None:
         engine_pid = None
         heartbeat_age = None
         engine_memory = None
+        measuring = None
 
     metrics = Metrics()
     metrics.watch("m", Away())
     assert value(metrics, "sparklane_engine_up", model="m") == 0
     assert value(metrics, "sparklane_engine_heartbeat_age_seconds", model="m") is None
     assert value(metrics, "sparklane_engine_memory_bytes", model="m", kind="peak") is None
+    assert value(metrics, "sparklane_cost_measurements_timed", model="m") is None
 
 
 def test_every_series_exists_from_the_start(metrics: Metrics) -> None:

@@ -215,7 +215,8 @@ def test_what_speculation_did_is_told(engine: EngineClient) -> None:
     assert speculation.accepted == sum(record.accepted for record in records) > 0
     for record in records:
         assert sum(record.accepted_by_position) == record.accepted
-        assert record.drafted == record.width - 1
+        # At a row's end the cheapest rectangle may be wider than what the row can still use.
+        assert record.drafted <= record.width - 1
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -219,6 +219,18 @@ class TestParking:
         clock.now += 2.1
         assert parking.probing
 
+    def test_a_sure_loss_parks_at_once_and_another_text_is_tried_at_once(self) -> None:
+        clock = Clock()
+        parking = Parking(clock, patience=3)
+        parking.observe(False, 1.0, at_once=True)
+        assert parking.parked and not parking.probing
+        parking.probe_now()
+        assert parking.probing
+        parking.observe(False, 0.01, at_once=True)
+        # One failure, not two: the wait has been doubled once.
+        clock.now += 2.1
+        assert parking.probing
+
     def test_the_longest_wait_never_breaks_the_share(self) -> None:
         clock = Clock()
         parking = Parking(clock, patience=1, probe_share=0.01, longest_wait=30)
