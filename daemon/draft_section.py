@@ -71,6 +71,18 @@ class DraftSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = AcceptanceRule.COUPLED
 
 
+def is_given(source: str, draft: DraftSection | None) -> bool:
+    """Whether the model found by `source` has the drafter that it comes with, to be used where
+    it pays: one that may be left out."""
+    embedded = EMBEDDED_DRAFTER_OF.get(source)
+    return (
+        draft is not None
+        and embedded is not None
+        and draft.checkpoint == embedded
+        and draft.speculation is SpeculationMode.AUTO
+    )
+
+
 def settled_draft(
     source: str, said: DraftSection | None, flags: Mapping[str, Any]
 ) -> DraftSection | None:

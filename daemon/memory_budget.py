@@ -9,6 +9,7 @@ whether there is a GPU is told from what is installed.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import platform
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from daemon.configuration import MemorySection, ModelSection, Precision
+from daemon.draft_section import is_given
 from daemon.drafter_budget import with_drafter
 from daemon.exit_codes import ExitCode, SparklaneError
 from daemon.machine_memory import read_machine_memory
@@ -33,6 +35,8 @@ from scheduler.memory_plan import (
     plan_together,
 )
 from scheduler.step_policy import MAXIMUM_CHUNK
+
+log = logging.getLogger("sparklane.models")
 
 MINIMUM_ROW_TOKENS = 2048
 """A row at least this long must fit, unless the configuration asks for another length."""
@@ -65,6 +69,30 @@ def plan_models(
     except DoesNotFit as error:
         raise SparklaneError(str(error), ExitCode.CONFIGURATION) from error
     return [(plan, need.kv_cost) for plan, need in zip(plans, needs, strict=True)]
+
+
+def plan_with_drafters(
+    models: Sequence[PlannedModel], memory: MemorySection
+) -> tuple[list[PlannedModel], list[tuple[MemoryPlan, KvCost]]]:
+    """The models as they can be served, and their plans.
+
+    A drafter that came with a model and drafts where it pays is left out when memory has no room
+    for it: nobody asked for it. Whatever else does not fit is refused.
+    """
+    try:
+        return list(models), plan_models(models, memory)
+    except SparklaneError as error:
+        plain = [_without_given_drafter(model) for model in models]
+        if error.exit_code is not ExitCode.CONFIGURATION or plain == list(models):
+            raise
+        plans = plan_models(plain, memory)
+        log.warning("served without the drafter that came with the model: %s", error)
+        return plain, plans
+
+
+def _without_given_drafter(model: PlannedModel) -> PlannedModel:
+    draft = model.section.draft
+    return model._replace(drafter=None) if is_given(model.section.source, draft) else model
 
 
 def context_length(section: ModelSection, facts: CheckpointFacts) -> int:

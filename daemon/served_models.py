@@ -19,7 +19,7 @@ from daemon.exit_codes import ExitCode, SparklaneError
 from daemon.fetch import fetched
 from daemon.generation import ModelState
 from daemon.locations import made
-from daemon.memory_budget import PlannedModel, context_length, plan_models
+from daemon.memory_budget import PlannedModel, context_length, plan_with_drafters
 from daemon.metrics import Metrics
 from daemon.model_service import ModelRoom, ModelService
 from daemon.supervisor import STOP_SECONDS, Supervisor
@@ -51,8 +51,10 @@ class ServedModels:
 
     async def bring_up(self) -> None:
         """Find or fetch every checkpoint, plan the memory of all, start the engines."""
-        models = [await self._find(section) for section in self.configuration.models]
-        plans = await asyncio.to_thread(plan_models, models, self.configuration.memory)
+        found = [await self._find(section) for section in self.configuration.models]
+        models, plans = await asyncio.to_thread(
+            plan_with_drafters, found, self.configuration.memory
+        )
         limits = _queue_limits(self.configuration)
         for service, planned, (plan, cost) in zip(self.services, models, plans, strict=True):
             model, facts, drafter = planned

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.configuration import MemorySection, ModelSection, Precision
-from daemon.draft_section import DraftSection
+from daemon.draft_section import DraftSection, SpeculationMode
 from daemon.drafter_budget import with_drafter
 from daemon.exit_codes import ExitCode, SparklaneError
-from daemon.memory_budget import PlannedModel, model_needs, plan_models
+from daemon.memory_budget import PlannedModel, model_needs, plan_models, plan_with_drafters
 from models.checkpoint import inspect
 from models.dspark.configuration import TargetShape
 from models.dspark.loader import load_drafter, save_drafter
@@ -252,3 +252,38 @@ def test_a_torn_shortlist_is_refused_before_an_engine_starts(tmp_path: Path) -> 
     assert error.value.exit_code == ExitCode.CHECKPOINT
     without = msgspec.structs.replace(draft, shortlist=False)
     plan_models([PlannedModel(ModelSection(name="a", draft=without), facts, folder)], memory)
+
+
+@pytest.mark.parametrize("mode", [SpeculationMode.AUTO, SpeculationMode.ALWAYS])
+@pytest.mark.parametrize("name", ["smollm2-135m", "another"])
+def test_a_drafter_that_came_with_a_model_never_keeps_it_from_serving(
+    name: str, mode: SpeculationMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Path(__file__).parent / "fixtures" / "dspark" / "qwen3"
+    draft = DraftSection(checkpoint="smollm2-135m-drafter", speculation=mode)
+    section = ModelSection(name=name, draft=draft)
+    drafted = PlannedModel(section, inspect(source / "target"), source / "drafter")
+    bare = drafted._replace(drafter=None)
+    most = 3 * GIGABYTE
+
+    def fits(model: PlannedModel, limit: int) -> bool:
+        try:
+            plan_models([model], MemorySection(limit_bytes=limit, reserve_bytes=0))
+        except SparklaneError:
+            return False
+        return True
+
+    low, high = 0, most
+    while high - low > 1:  # the least memory for the model alone
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(bare, middle) else (middle, high)
+    assert not fits(drafted, high)
+    tight = MemorySection(limit_bytes=high, reserve_bytes=0)
+    roomy = MemorySection(limit_bytes=most, reserve_bytes=0)
+    assert plan_with_drafters([drafted], roomy)[0] == [drafted]
+    if name == "smollm2-135m" and mode is SpeculationMode.AUTO:
+        assert plan_with_drafters([drafted], tight)[0] == [bare]
+        assert "without the drafter that came with the model" in caplog.text
+    else:
+        with pytest.raises(SparklaneError):
+            plan_with_drafters([drafted], tight)
