@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,7 +28,7 @@ from daemon.bench.report import Machine, this_machine
 from daemon.bench.timings import Ratio, ratio
 from daemon.child_process import python_command, python_environment
 from daemon.exit_codes import ExitCode, SparklaneError
-from models.peers.messages import PeerAsk, PeerSetting
+from models.peers.messages import PeerAsk, PeerReady, PeerSetting
 from scheduler.messages import Configure, DraftConfigure, LaneChoice
 
 TARGETS = {1: 1.0, 4: 1.2}
@@ -148,11 +148,10 @@ async def measure(
                 left_out.append(str(error))
         progress("reading the serial lane's texts")
         texts = await _serial_texts(ours, prompts, max_tokens)
+        comparison = _Comparison(ours, peers, prompts, texts, max_tokens)
         figures = []
         for rows in TARGETS:
-            figures += await _compare(
-                ours, peers, prompts, texts, rows, rounds, max_tokens, progress
-            )
+            figures += await comparison.figures(rows, rounds, progress)
     return SpeculationResult(
         machine=machine,
         target=target.name,
@@ -190,70 +189,87 @@ def tables(result: SpeculationResult) -> list[Table]:
     return [ratios, runs]
 
 
-async def _compare(
-    ours: EngineLoad,
-    peers: Sequence[PeerProcess],
-    prompts: Prompts,
-    texts: SerialTexts,
-    rows: int,
-    rounds: int,
-    max_tokens: int,
-    progress: Callable[[str], None],
-) -> list[PeerFigure]:
-    """Every side in every round; the first turn warms ours and finds the peers' settings."""
-    speeds: dict[str, list[float]] = {"sparklane": []}
+class _Comparison:
+    """All sides, and each peer's fastest setting so far as it is known."""
 
-    async def run_ours() -> float:
-        tokens, seconds = await _ours(ours, prompts, rows, max_tokens)
-        texts.compare("sparklane", rows, tokens)
-        return sum(map(len, tokens)) / seconds
+    def __init__(
+        self,
+        ours: EngineLoad,
+        peers: Sequence[PeerProcess],
+        prompts: Prompts,
+        texts: SerialTexts,
+        max_tokens: int,
+    ) -> None:
+        self._ours = ours
+        self._peers = peers
+        self._prompts = prompts
+        self._texts = texts
+        self._max_tokens = max_tokens
+        self._settings: dict[str, PeerSetting] = {}
 
-    async def run_peer(process: PeerProcess, setting: PeerSetting) -> float:
-        answer = await process.ask(
-            PeerAsk(
-                prompts=prompts.tokens,
-                rows=rows,
-                max_tokens=max_tokens,
-                stop_tokens=prompts.stop_tokens,
-                setting=setting,
-            )
-        )
-        texts.compare(process.ready.name, rows, answer.tokens)
-        return sum(map(len, answer.tokens)) / answer.seconds
+    async def figures(
+        self, rows: int, rounds: int, progress: Callable[[str], None]
+    ) -> list[PeerFigure]:
+        """Every side in every round; the first turn warms ours and finds the peers' settings."""
+        progress(f"{rows} rows: warming, and trying the peers' settings")
+        await self._run_ours(rows)
+        for process in self._peers:
+            # One that takes requests one by one does at four rows what it did at one.
+            if process.ready.batches or process.ready.name not in self._settings:
+                await self._choose_setting(process, rows)
+        sides: list[PeerProcess | None] = [None, *self._peers]
+        speeds: dict[str, list[float]] = {}
+        for turn in range(rounds):
+            progress(f"{rows} rows: round {turn + 1} of {rounds}")
+            first = turn % len(sides)
+            for side in sides[first:] + sides[:first]:
+                if side is None:
+                    speeds.setdefault("sparklane", []).append(await self._run_ours(rows))
+                else:
+                    name = side.ready.name
+                    speed = await self._run_peer(side, rows, self._settings[name])
+                    speeds.setdefault(name, []).append(speed)
+        return [self._figure(process.ready, rows, speeds) for process in self._peers]
 
-    progress(f"{rows} rows: warming, and trying the peers' settings")
-    await run_ours()
-    best: dict[str, PeerSetting] = {}
-    for process in peers:
-        tried = {setting: await run_peer(process, setting) for setting in process.ready.settings}
-        best[process.ready.name] = max(tried, key=lambda setting: tried[setting])
-        speeds[process.ready.name] = []
-    sides: list[PeerProcess | None] = [None, *peers]
-    for turn in range(rounds):
-        progress(f"{rows} rows: round {turn + 1} of {rounds}")
-        first = turn % len(sides)
-        for side in sides[first:] + sides[:first]:
-            if side is None:
-                speeds["sparklane"].append(await run_ours())
-            else:
-                name = side.ready.name
-                speeds[name].append(await run_peer(side, best[name]))
-    return [
-        PeerFigure(
-            peer=process.ready.name,
+    def _figure(self, ready: PeerReady, rows: int, speeds: Mapping[str, list[float]]) -> PeerFigure:
+        return PeerFigure(
+            peer=ready.name,
             rows=rows,
-            setting=str(best[process.ready.name]),
-            together=rows > 1 and process.ready.batches,
+            setting=str(self._settings[ready.name]),
+            together=rows > 1 and ready.batches,
             ratio=ratio(
-                f"{rows} row{'s' if rows > 1 else ''}, {process.ready.name}",
+                f"{rows} row{'s' if rows > 1 else ''}, {ready.name}",
                 "tokens/s",
                 speeds["sparklane"],
-                speeds[process.ready.name],
+                speeds[ready.name],
                 TARGETS[rows],
             ),
         )
-        for process in peers
-    ]
+
+    async def _choose_setting(self, process: PeerProcess, rows: int) -> None:
+        settings = process.ready.settings
+        tried = {setting: await self._run_peer(process, rows, setting) for setting in settings}
+        self._settings[process.ready.name] = max(tried, key=lambda setting: tried[setting])
+
+    async def _run_ours(self, rows: int) -> float:
+        """Tokens per second."""
+        tokens, seconds = await _ours(self._ours, self._prompts, rows, self._max_tokens)
+        self._texts.compare("sparklane", rows, tokens)
+        return sum(map(len, tokens)) / seconds
+
+    async def _run_peer(self, process: PeerProcess, rows: int, setting: PeerSetting) -> float:
+        """Tokens per second."""
+        answer = await process.ask(
+            PeerAsk(
+                prompts=self._prompts.tokens,
+                rows=rows,
+                max_tokens=self._max_tokens,
+                stop_tokens=self._prompts.stop_tokens,
+                setting=setting,
+            )
+        )
+        self._texts.compare(process.ready.name, rows, answer.tokens)
+        return sum(map(len, answer.tokens)) / answer.seconds
 
 
 async def _ours(
