@@ -100,7 +100,8 @@ def test_speculation_compares_with_every_peer_that_is_there() -> None:
     assert peers[plain, 4]["together"] and not peers[drafting, 4]["together"]
     assert peers[drafting, 1]["setting"].startswith(("the target itself, ", "half of its layers, "))
     for figure in peers.values():
-        assert figure["ratio"]["value"] > 0 and len(figure["ratio"]["rounds"]) == 1
+        for ratio in (figure["ratio"], figure["processor_ratio"]):
+            assert ratio["value"] > 0 and len(ratio["rounds"]) == 1
     # Twelve tokens for each of four prompts, none of which ends sooner.
     assert (found["prompts"], found["tokens"], found["partings"]) == (4, 48, [])
 

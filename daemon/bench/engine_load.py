@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from daemon.bench.timings import StreamTiming
 from daemon.engine_link import EngineLink, EngineLost, engine_command
 from daemon.exit_codes import ExitCode, SparklaneError
@@ -53,6 +55,11 @@ class EngineLoad:
         self._numbers = itertools.count(1)
         self._live: dict[int, _Live] = {}
         self._lost = False
+
+    def processor_seconds(self) -> float:
+        """What the engine's process has taken of all processors so far."""
+        times = psutil.Process(self._link.pid).cpu_times()
+        return float(times.user + times.system)
 
     async def stream(self, prompt: Sequence[int], max_tokens: int) -> StreamTiming:
         """One answer of `max_tokens` greedy tokens: no token stops it."""

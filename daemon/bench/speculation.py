@@ -5,7 +5,8 @@ target in float32, and the drafter as DeepSpec's readers want it. All decode gre
 target ends, so all must say the same: texts are compared with those of the serial lane, and where
 one parts, the target's two best tokens must be nearly equal. One side is busy at a time, in an
 order that turns from round to round. Each peer runs with whichever of its settings was fastest in
-a first turn. Runs on the benchmark's event loop.
+a first turn. Beside the wall clock, processor seconds are counted: on a CPU that has other work to
+do as well, they tell the sides apart better. Runs on the benchmark's event loop.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from rich.table import Table
@@ -33,6 +35,7 @@ from scheduler.messages import Configure, DraftConfigure, LaneChoice
 
 TARGETS = {1: 1.0, 4: 1.2}
 """By rows: how many times a peer's speed ours should be."""
+_TICK = 0.01
 MARGIN = 0.01
 """Most by which the target may prefer one of two tokens where texts part: logits in float32 differ
 by far less between programs."""
@@ -49,13 +52,15 @@ class Parting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer at a number of rows: how it ran, and the ratio of ours to it."""
+    """A peer at a number of rows: how it ran, and the ratio of ours to it. `processor_ratio` is of
+    tokens per second of processor time, of the engine's process and of the peer's."""
 
     peer: str
     rows: int
     setting: str
     together: bool
     ratio: Ratio
+    processor_ratio: Ratio
 
 
 class SpeculationResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +75,13 @@ class SpeculationResult(msgspec.Struct, frozen=True, kw_only=True):
     figures: list[PeerFigure]
     partings: list[Parting]
     left_out: list[str]
+
+
+class _Speed(NamedTuple):
+    """Tokens per second by either clock."""
+
+    wall: float
+    processor: float
 
 
 class SerialTexts:
@@ -174,11 +186,17 @@ def tables(result: SpeculationResult) -> list[Table]:
         [figure.ratio for figure in result.figures],
     )
     runs = Table(title="How the peers ran, each at its fastest", title_justify="left")
-    for name in ("peer", "rows", "drafts with", "requests"):
+    for name in ("peer", "rows", "drafts with", "requests", "ratio by processor time"):
         runs.add_column(name)
     for figure in result.figures:
         together = "together" if figure.together else "one after the other"
-        runs.add_row(figure.peer, str(figure.rows), figure.setting, together)
+        runs.add_row(
+            figure.peer,
+            str(figure.rows),
+            figure.setting,
+            together,
+            f"{figure.processor_ratio.value:.3f}",
+        )
     notes = [f"left out: {words}" for words in result.left_out]
     notes += [
         f"{found.side} at {found.rows} rows parts from the serial lane at token {found.place} of "
@@ -218,7 +236,7 @@ class _Comparison:
             if process.ready.batches or process.ready.name not in self._settings:
                 await self._choose_setting(process, rows)
         sides: list[PeerProcess | None] = [None, *self._peers]
-        speeds: dict[str, list[float]] = {}
+        speeds: dict[str, list[_Speed]] = {}
         for turn in range(rounds):
             progress(f"{rows} rows: round {turn + 1} of {rounds}")
             first = turn % len(sides)
@@ -231,34 +249,42 @@ class _Comparison:
                     speeds.setdefault(name, []).append(speed)
         return [self._figure(process.ready, rows, speeds) for process in self._peers]
 
-    def _figure(self, ready: PeerReady, rows: int, speeds: Mapping[str, list[float]]) -> PeerFigure:
+    def _figure(
+        self, ready: PeerReady, rows: int, speeds: Mapping[str, list[_Speed]]
+    ) -> PeerFigure:
+        name = f"{rows} row{'s' if rows > 1 else ''}, {ready.name}"
+        ours, theirs = speeds["sparklane"], speeds[ready.name]
+        target = TARGETS[rows]
         return PeerFigure(
             peer=ready.name,
             rows=rows,
             setting=str(self._settings[ready.name]),
             together=rows > 1 and ready.batches,
             ratio=ratio(
-                f"{rows} row{'s' if rows > 1 else ''}, {ready.name}",
-                "tokens/s",
-                speeds["sparklane"],
-                speeds[ready.name],
-                TARGETS[rows],
+                name, "tokens/s", [one.wall for one in ours], [one.wall for one in theirs], target
+            ),
+            processor_ratio=ratio(
+                name,
+                "tokens/s of processor time",
+                [one.processor for one in ours],
+                [one.processor for one in theirs],
+                target,
             ),
         )
 
     async def _choose_setting(self, process: PeerProcess, rows: int) -> None:
         settings = process.ready.settings
         tried = {setting: await self._run_peer(process, rows, setting) for setting in settings}
-        self._settings[process.ready.name] = max(tried, key=lambda setting: tried[setting])
+        self._settings[process.ready.name] = max(tried, key=lambda setting: tried[setting].wall)
 
-    async def _run_ours(self, rows: int) -> float:
-        """Tokens per second."""
+    async def _run_ours(self, rows: int) -> _Speed:
+        before = self._ours.processor_seconds()
         tokens, seconds = await _ours(self._ours, self._prompts, rows, self._max_tokens)
+        processor_seconds = self._ours.processor_seconds() - before
         self._texts.compare("sparklane", rows, tokens)
-        return sum(map(len, tokens)) / seconds
+        return _speed(tokens, seconds, processor_seconds)
 
-    async def _run_peer(self, process: PeerProcess, rows: int, setting: PeerSetting) -> float:
-        """Tokens per second."""
+    async def _run_peer(self, process: PeerProcess, rows: int, setting: PeerSetting) -> _Speed:
         answer = await process.ask(
             PeerAsk(
                 prompts=self._prompts.tokens,
@@ -269,7 +295,13 @@ class _Comparison:
             )
         )
         self._texts.compare(process.ready.name, rows, answer.tokens)
-        return sum(map(len, answer.tokens)) / answer.seconds
+        return _speed(answer.tokens, answer.seconds, answer.processor_seconds)
+
+
+def _speed(tokens: Sequence[Sequence[int]], seconds: float, processor_seconds: float) -> _Speed:
+    count = sum(map(len, tokens))
+    # The system counts the engine's in ticks, of which a short run may take none.
+    return _Speed(count / seconds, count / max(processor_seconds, _TICK))
 
 
 async def _ours(

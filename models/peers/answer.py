@@ -68,11 +68,15 @@ def main() -> int:
 def answer(peer: Peer, ask: PeerAsk) -> PeerAnswer:
     """Decode all prompts, as many at a time as were asked for, and time it."""
     tokens: list[list[int]] = []
-    started = time.perf_counter()
+    started, processor_started = time.perf_counter(), time.process_time()
     for first in range(0, len(ask.prompts), ask.rows):
         group = ask.prompts[first : first + ask.rows]
         tokens += peer.decode(group, ask.max_tokens, ask.stop_tokens, ask.setting)
-    return PeerAnswer(tokens=tokens, seconds=time.perf_counter() - started)
+    return PeerAnswer(
+        tokens=tokens,
+        seconds=time.perf_counter() - started,
+        processor_seconds=time.process_time() - processor_started,
+    )
 
 
 def _load(name: str, model: Path, draft_model: Path | None) -> Peer:

@@ -40,7 +40,9 @@ class PeerAsk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of every answer, and the time that all took, prompts read included."""
+    """The tokens of every answer, and the time that all took, prompts read included: by the wall
+    clock, and of all processors together."""
 
     tokens: list[list[int]]
     seconds: float
+    processor_seconds: float
