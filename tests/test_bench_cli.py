@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from daemon.exit_codes import ExitCode, SparklaneError
 ROOT = Path(__file__).parent.parent
 PAIR = Path(__file__).parent / "fixtures" / "dspark" / "qwen3"
 TARGET, DRAFTER = str(PAIR / "target"), str(PAIR / "drafter")
+TRACE = str(PAIR / "trace_float32_thr0.json")
+try:
+    DSPARK = {f"mlx-dspark {version('mlx-dspark')}"}
+except PackageNotFoundError:
+    DSPARK = {"mlx-dspark"}
 
 
 def run(*arguments: str) -> Result:
@@ -50,6 +56,7 @@ def test_every_command_explains_itself() -> None:
         "http",
         "overhead",
         "peer",
+        "speculation",
         "widths",
     }
     for name in bench.commands:
@@ -78,6 +85,30 @@ def test_widths_prints_both_measurements_and_their_figures() -> None:
     assert depth["depth"] == 16
     assert len(depth["figures"]) == 12
     assert all(figure["chosen"] in (1, 4) for figure in depth["figures"])
+
+
+def test_speculation_compares_with_every_peer_that_is_there() -> None:
+    options = ("--trace", TRACE, "--max-tokens", "12", "--rounds", "1")
+    found = document("speculation", "--model", TARGET, "--draft-model", DRAFTER, *options)
+    peers = {(figure["peer"], figure["rows"]): figure for figure in found["figures"]}
+    drafting, plain = (
+        f"mlx-lm {version('mlx-lm')} {how}" for how in ("with a draft model", "without drafts")
+    )
+    assert {rows for _, rows in peers} == {1, 4}
+    assert {name for name, _ in peers} - {drafting, plain} in (set(), DSPARK)
+    assert bool(found["left_out"]) is not DSPARK.issubset({name for name, _ in peers})
+    assert peers[plain, 4]["together"] and not peers[drafting, 4]["together"]
+    assert peers[drafting, 1]["setting"].startswith(("the target itself, ", "half of its layers, "))
+    for figure in peers.values():
+        for ratio in (figure["ratio"], figure["processor_ratio"]):
+            assert ratio["value"] > 0 and len(ratio["rounds"]) == 1
+    # Twelve tokens for each of four prompts, none of which ends sooner.
+    assert (found["prompts"], found["tokens"], found["partings"]) == (4, 48, [])
+
+
+def test_speculation_takes_whole_groups_of_prompts() -> None:
+    result = run("speculation", "--model", TARGET, "--draft-model", DRAFTER, "--prompts", "5")
+    assert result.exit_code == ExitCode.USAGE and "multiple" in result.output
 
 
 def test_a_pair_that_does_not_fit_is_refused_in_one_line() -> None:

@@ -38,12 +38,15 @@ class Running:
     client: openai.OpenAI
     cache: Path
 
-    def engine(self) -> psutil.Process:
-        (engine,) = (
+    def engines(self) -> list[psutil.Process]:
+        return [
             child
             for child in psutil.Process(self.process.pid).children()
             if "scheduler.engine" in child.cmdline()
-        )
+        ]
+
+    def engine(self) -> psutil.Process:
+        (engine,) = self.engines()
         return engine
 
     def text(self, messages: list[dict[str, str]], **options: object) -> str:
@@ -88,8 +91,11 @@ def until_ready(url: str) -> None:
 
 
 @contextlib.contextmanager
-def running(folder: Path, checkpoint: Path, cache: Path) -> Iterator[Running]:
-    """`sparklane serve` on a free port, with a cache folder of its own; killed at the end."""
+def running(folder: Path, cache: Path, *arguments: str) -> Iterator[Running]:
+    """`sparklane serve` on a free port, with a cache folder of its own; killed at the end.
+
+    It runs in `folder`, whose sparklane.toml it reads if there is one.
+    """
     own = folder / "cache"
     environment = python_environment(SPARKLANE_CACHE=str(own))
     # The prepared library of the real cache, so that each daemon need not build its own.
@@ -98,7 +104,7 @@ def running(folder: Path, checkpoint: Path, cache: Path) -> Iterator[Running]:
     with (
         (folder / "log").open("w") as log,
         subprocess.Popen(
-            python_command("-m", "daemon", "serve", "--port", "0", "--model", str(checkpoint)),
+            python_command("-m", "daemon", "serve", "--port", "0", *arguments),
             env=environment,
             cwd=folder,
             stdout=subprocess.PIPE,
@@ -137,7 +143,7 @@ def ended(cache: Path, folder: Path, *arguments: str) -> tuple[int, list[str]]:
 def daemon(
     tmp_path_factory: pytest.TempPathFactory, smollm2: Path, cache: Path
 ) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("daemon"), smollm2, cache) as found:
+    with running(tmp_path_factory.mktemp("daemon"), cache, "--model", str(smollm2)) as found:
         yield found
 
 
@@ -230,7 +236,7 @@ def test_a_port_in_use_is_refused(daemon: Running, tmp_path: Path) -> None:
 def test_sigterm_finishes_what_runs_and_ends_well(
     tmp_path: Path, smollm2: Path, cache: Path
 ) -> None:
-    with running(tmp_path, smollm2, cache) as daemon:
+    with running(tmp_path, cache, "--model", str(smollm2)) as daemon:
         stream = daemon.pieces(STORY, max_tokens=40, extra_body={"ignore_eos": True})
         pieces = [next(stream)]
         engine = daemon.engine()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -18,6 +19,8 @@ Result = TypeVar("Result")
 Command = Callable[..., None]
 
 _count = click.IntRange(min=1)
+_folder = click.Path(exists=True, file_okay=False, path_type=Path)
+_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def _json_option(command: Command) -> Command:
@@ -332,6 +335,54 @@ def widths(
             depths=depth,
             widths=width,
             repeats=repeats,
+            progress=report.progress,
+        )
+    )
+    report.show(result, as_json, benchmark.tables(result))
+
+
+@bench.command("speculation")
+@_model_option
+@click.option("--draft-model", required=True, help="Name in the cache, or path of a drafter.")
+@click.option("--peer-draft-model", type=_folder, help="Causal model that mlx-lm drafts with.")
+@click.option("--trace", type=_file, help="Take the prompts of a DeepSpec trace.")
+@click.option("--prompts", type=click.IntRange(min=4), default=4, show_default=True)
+@click.option("--max-tokens", type=_count, default=64, show_default=True)
+@_rounds_option(3)
+@_json_option
+def speculation(
+    model: str | None,
+    draft_model: str,
+    peer_draft_model: Path | None,
+    trace: Path | None,
+    prompts: int,
+    max_tokens: int,
+    rounds: int,
+    as_json: bool,
+) -> None:
+    """Compare the speculative lane with mlx-lm's speculation and, if installed, mlx-dspark."""
+    from daemon.bench import drafted_prompts, report
+    from daemon.bench import speculation as benchmark
+    from daemon.bench.daemon_process import checkpoint_of
+
+    if prompts % 4:
+        raise click.UsageError(
+            f"--prompts is {prompts}; groups of 4 run together, so take a multiple"
+        )
+    target = checkpoint_of(model)
+    found = (
+        drafted_prompts.of_trace(trace, prompts)
+        if trace
+        else drafted_prompts.our_questions(target, prompts)
+    )
+    result = _run(
+        benchmark.measure(
+            target,
+            checkpoint_of(draft_model),
+            found,
+            peer_draft_model=peer_draft_model,
+            rounds=rounds,
+            max_tokens=max_tokens,
             progress=report.progress,
         )
     )

@@ -15,11 +15,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from daemon.bench.timings import StreamTiming
 from daemon.engine_link import EngineLink, EngineLost, engine_command
 from daemon.exit_codes import ExitCode, SparklaneError
 from models.sampling_settings import Sampling
-from scheduler.messages import Configure, Fault, Output, Ready, Rejected, Step, Submit
+from scheduler.messages import (
+    Configure,
+    Fault,
+    LaneChoice,
+    Output,
+    Ready,
+    Rejected,
+    Step,
+    Submit,
+)
 
 CONNECT_SECONDS = 120.0
 STOP_SECONDS = 10.0
@@ -29,6 +40,7 @@ STOP_SECONDS = 10.0
 class _Live:
     timing: StreamTiming
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    outputs: list[Output] = field(default_factory=list)
 
 
 class EngineLoad:
@@ -44,13 +56,31 @@ class EngineLoad:
         self._live: dict[int, _Live] = {}
         self._lost = False
 
+    def processor_seconds(self) -> float:
+        """What the engine's process has taken of all processors so far."""
+        times = psutil.Process(self._link.pid).cpu_times()
+        return float(times.user + times.system)
+
     async def stream(self, prompt: Sequence[int], max_tokens: int) -> StreamTiming:
         """One answer of `max_tokens` greedy tokens: no token stops it."""
+        timing, _ = await self.answer(prompt, max_tokens)
+        return timing
+
+    async def answer(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        stop_tokens: Sequence[int] = (),
+        lane: LaneChoice = LaneChoice.AUTO,
+        logprobs: int | None = None,
+    ) -> tuple[StreamTiming, list[Output]]:
+        """One greedy answer: when its tokens came, and all that the engine said of it."""
         number = next(self._numbers)
         live = _Live(StreamTiming(sent=self._clock(), prompt_tokens=len(prompt)))
         if self._lost:
             live.timing.error, live.timing.ended = "the engine went away", self._clock()
-            return live.timing
+            return live.timing, []
         self._live[number] = live
         self._link.send(
             Submit(
@@ -59,11 +89,13 @@ class EngineLoad:
                 produced=[],
                 sampling=Sampling(temperature=0.0),
                 max_tokens=max_tokens,
-                stop_tokens=[],
+                stop_tokens=list(stop_tokens),
+                logprobs=logprobs,
+                lane=lane,
             )
         )
         await live.ended.wait()
-        return live.timing
+        return live.timing, live.outputs
 
     async def run_load(
         self, prompts: Sequence[Sequence[int]], *, concurrency: int, max_tokens: int
@@ -104,6 +136,7 @@ class EngineLoad:
         live = self._live.get(output.request_id)
         if live is None:
             return
+        live.outputs.append(output)
         if output.tokens:
             live.timing.arrivals.append(now)
             live.timing.tokens += len(output.tokens)

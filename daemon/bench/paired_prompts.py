@@ -47,14 +47,15 @@ class PairedPrompts:
         """The next one: `tokens` tokens long, template included, or a few less. The shortest
         that there is when the template alone takes more."""
         self._number += 1
-        text = fitted(tokens, self._number, lambda text: len(self._encode(text)))
-        return PairedPrompt(text, self._encode(text))
+        text = fitted(tokens, self._number, lambda text: len(self.tokens_of(text)))
+        return PairedPrompt(text, self.tokens_of(text))
 
     def some(self, count: int, tokens: int) -> list[PairedPrompt]:
         """`count` new ones."""
         return [self.next(tokens) for _ in range(count)]
 
-    def _encode(self, text: str) -> list[int]:
+    def tokens_of(self, text: str) -> list[int]:
+        """What the model reads when a user says `text`."""
         rendered = self._template.render(messages(text))
         ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False).ids
         return ids

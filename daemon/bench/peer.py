@@ -69,7 +69,7 @@ async def measure(
     with tempfile.TemporaryDirectory(prefix="sparklane-bench-") as folder:
         progress("writing a float32 copy of the checkpoint")
         copy = Path(folder) / "float32"
-        await _write_copy(checkpoint, copy)
+        await write_float32_copy(checkpoint, copy, endless=True)
         prompts = PairedPrompts(copy)
         progress("starting both servers")
         async with daemon(copy, rows=MANY_STREAMS) as ours, mlx_lm_server(copy) as theirs:
@@ -197,9 +197,15 @@ def _require_length(timings: Sequence[StreamTiming], side: HttpTarget, tokens: i
             )
 
 
-async def _write_copy(checkpoint: Path, out: Path) -> None:
+async def write_float32_copy(checkpoint: Path, out: Path, *, endless: bool) -> None:
+    """Write what both sides of a comparison load; `endless` leaves its end-of-text tokens out.
+
+    Raises:
+        SparklaneError: the checkpoint cannot be loaded.
+    """
+    options = ["--endless"] if endless else []
     process = await asyncio.create_subprocess_exec(
-        *python_command("-m", "models.float32_copy", str(checkpoint), str(out), "--endless"),
+        *python_command("-m", "models.float32_copy", str(checkpoint), str(out), *options),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,

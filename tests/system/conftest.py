@@ -1,9 +1,15 @@
-"""A real daemon with the real default model, some traffic, and a real Prometheus beside it."""
+"""A real daemon with two models that speculate, some traffic, and a real Prometheus beside it.
+
+The default model always drafts. The other, a tiny one, has a drafter that is always wrong, so
+its lane parks and its probes fail.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shutil
 import socket
 import subprocess
 import time
@@ -15,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import openai
 import pytest
 
@@ -25,6 +32,8 @@ PATIENCE = 60.0
 """Seconds after which something that is waited for has failed."""
 
 MODEL = "smollm2-135m"
+TINY = "tiny"
+PAIR = Path(__file__).parents[1] / "fixtures" / "dspark" / "qwen3"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,8 +75,33 @@ def daemon(
     tmp_path_factory: pytest.TempPathFactory, smollm2: Path, cache: Path
 ) -> Iterator[Running]:
     """A daemon that is ready."""
-    with running(tmp_path_factory.mktemp("daemon"), smollm2, cache) as found:
+    folder = tmp_path_factory.mktemp("daemon")
+    models = [
+        (MODEL, smollm2, "smollm2-135m-drafter", "always"),
+        (TINY, PAIR / "target", _wrong_drafter(folder / "drafter"), "auto"),
+    ]
+    (folder / "sparklane.toml").write_text(
+        "".join(
+            f"[[models]]\nname = {json.dumps(name)}\ncheckpoint = {json.dumps(str(target))}\n"
+            f"maximum_rows = 2\n"
+            f"[models.draft]\ncheckpoint = {json.dumps(str(drafter))}\n"
+            f"speculation = {json.dumps(speculation)}\n"
+            for name, target, drafter, speculation in models
+        )
+    )
+    with running(folder, cache) as found:
         yield found
+
+
+def _wrong_drafter(folder: Path) -> Path:
+    """The tiny pair's drafter with its logits negated: it drafts what is least likely."""
+    shutil.copytree(PAIR / "drafter", folder)
+    weights = mx.load(str(PAIR / "drafter" / "model.safetensors"))
+    assert isinstance(weights, dict)
+    for name in ("norm.weight", "markov_head.markov_w2.weight"):
+        weights[name] = -weights[name]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -75,10 +109,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory, daemon: Running) -> Ite
     """A Prometheus on our configuration, which has seen the daemon idle and then at work."""
     folder = tmp_path_factory.mktemp("prometheus")
     with _prometheus(folder, daemon.url.removeprefix("http://")) as found:
-        found.wait_for("sparklane_engine_ready", lambda values: values == [1.0])
+        found.wait_for("sparklane_engine_ready", lambda values: values == [1.0, 1.0])
         _work(daemon)
         found.wait_for(
-            "sparklane_cancellations_total > 0 and on () sparklane_requests_running == 0",
+            "sum(sparklane_cancellations_total) > 0 and sum(sparklane_requests_running) == 0",
             lambda values: bool(values),
         )
         yield found
@@ -118,14 +152,18 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
 
 
 def _work(daemon: Running) -> None:
-    """Some of everything that leaves a trace: chats, a refusal, a cancellation, a lost engine."""
+    """Some of everything that leaves a trace: chats in both lanes, rows that park and probe, a
+    refusal, a cancellation, lost engines."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     daemon.text(question, max_tokens=16)
+    daemon.text(question, max_tokens=16, extra_body={"lane": "serial"})
+    _park_and_probe(daemon)
     with pytest.raises(openai.NotFoundError):
         daemon.client.models.retrieve("unknown")
     stream = daemon.pieces(question, max_tokens=24)
     next(stream)
-    daemon.engine().kill()
+    for engine in daemon.engines():
+        engine.kill()
     assert "".join(stream)
     unread = daemon.client.chat.completions.create(
         model=MODEL,
@@ -135,3 +173,18 @@ def _work(daemon: Running) -> None:
     )
     next(unread)
     unread.close()
+
+
+def _park_and_probe(daemon: Running) -> None:
+    """Decode with the wrong drafter until its lane has parked and a probe has failed."""
+    failed = re.compile(rf'^sparklane_probes_total{{model="{TINY}",result="failed"}} [1-9]', re.M)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        daemon.client.completions.create(
+            model=TINY, prompt="a", max_tokens=200, extra_body={"ignore_eos": True}
+        )
+        with urllib.request.urlopen(f"{daemon.url}/metrics") as answer:
+            exposed = answer.read().decode()
+        if failed.search(exposed):
+            return
+        assert time.monotonic() < deadline, exposed
