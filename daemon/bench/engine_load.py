@@ -24,7 +24,9 @@ from models.sampling_settings import Sampling
 from scheduler.messages import (
     Configure,
     Fault,
+    Heartbeat,
     LaneChoice,
+    MeasuringProgress,
     Output,
     Ready,
     Rejected,
@@ -55,10 +57,35 @@ class EngineLoad:
         self._numbers = itertools.count(1)
         self._live: dict[int, _Live] = {}
         self._lost = False
+        self._beat = asyncio.Condition()
+        self._measuring: MeasuringProgress | None = None
+        self._beats = 0
+
+    async def until_costs_are_known(self, progress: Callable[[str], None]) -> None:
+        """Wait, without a request, until the engine has measured what rounds cost.
+
+        Raises:
+            SparklaneError: it goes away meanwhile.
+        """
+        async with self._beat:
+            # What was said before could be from before the measurement began.
+            begun = self._beats
+            while not self._lost and (self._beats == begun or self._measuring is not None):
+                await self._beat.wait()
+                if self._measuring is not None:
+                    timed, total = self._measuring.timed, self._measuring.total
+                    progress(f"the engine measures what rounds cost: {timed} of {total}")
+        if self._lost:
+            raise SparklaneError("the engine went away while it was measuring", ExitCode.ENGINE)
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id."""
+        return self._link.pid
 
     def processor_seconds(self) -> float:
         """What the engine's process has taken of all processors so far."""
-        times = psutil.Process(self._link.pid).cpu_times()
+        times = psutil.Process(self.pid).cpu_times()
         return float(times.user + times.system)
 
     async def stream(self, prompt: Sequence[int], max_tokens: int) -> StreamTiming:
@@ -121,6 +148,8 @@ class EngineLoad:
                         now = self._clock()
                         for output in message.outputs:
                             self._take(output, now)
+                    case Heartbeat():
+                        await self._heard(message.measuring)
                     case Rejected(request_id, words):
                         self._end(request_id, self._clock(), words)
                     case Fault():
@@ -129,8 +158,15 @@ class EngineLoad:
             problem = str(error)
         finally:
             self._lost = True
+            await self._heard(None)
             for number in list(self._live):
                 self._end(number, self._clock(), problem)
+
+    async def _heard(self, measuring: MeasuringProgress | None) -> None:
+        async with self._beat:
+            self._beats += 1
+            self._measuring = measuring
+            self._beat.notify_all()
 
     def _take(self, output: Output, now: float) -> None:
         live = self._live.get(output.request_id)

@@ -32,6 +32,7 @@ from scheduler.messages import (
     FromEngine,
     Heartbeat,
     Loading,
+    MeasuringProgress,
     Memory,
     Output,
     Ready,
@@ -111,11 +112,18 @@ class FakeEngine:
             case Cancel(request_id):
                 self._rows.pop(request_id, None)
 
-    async def beat(self, seconds: float) -> None:
-        """Send heartbeats until silent."""
+    async def beat(self, seconds: float, measuring: MeasuringProgress | None) -> None:
+        """Send heartbeats until silent, each of which says `measuring`."""
         while not self._has_come(self._illness.silent_after):
             memory = Memory(active=1 << 20, cache=1 << 19, peak=1 << 21)
-            self.send(Heartbeat(steps=self._steps, pending=len(self._rows), memory=memory))
+            self.send(
+                Heartbeat(
+                    steps=self._steps,
+                    pending=len(self._rows),
+                    memory=memory,
+                    measuring=measuring,
+                )
+            )
             await asyncio.sleep(seconds)
 
     async def decode(self) -> None:
@@ -209,7 +217,12 @@ async def _serve(arguments: argparse.Namespace) -> int:
         )
     )
     tasks = [
-        asyncio.create_task(engine.beat(arguments.heartbeat_seconds)),
+        asyncio.create_task(
+            engine.beat(
+                arguments.heartbeat_seconds,
+                MeasuringProgress(1, 2) if arguments.always_measuring else None,
+            )
+        ),
         asyncio.create_task(engine.decode()),
     ]
     try:
@@ -248,6 +261,7 @@ def main() -> int:
     parser.add_argument("--load-seconds", type=float, default=0.0)
     parser.add_argument("--heartbeat-seconds", type=float, default=1.0)
     parser.add_argument("--context-length", type=int, default=8192)
+    parser.add_argument("--always-measuring", action="store_true", help="and never done")
     parser.add_argument("--die-after", type=int, help="kill itself after so many tokens")
     parser.add_argument("--wedge-after", type=int, help="stop stepping after so many tokens")
     parser.add_argument("--silent-after", type=int, help="stop beating after so many tokens")

@@ -136,7 +136,7 @@ async def measure(
         model, drafts = folder / "target", folder / "drafter"
         await write_float32_copy(target, model, endless=False)
         await _export_drafter(target, drafter, drafts)
-        progress("starting an engine, which measures what rounds cost")
+        progress("starting an engine")
         configure = Configure(
             checkpoint=str(target),
             precision="float32",
@@ -144,6 +144,8 @@ async def measure(
             draft=DraftConfigure(drafter=str(drafter)),
         )
         ours = await stack.enter_async_context(engine(configure, folder))
+        # It would measure while the peers run, and go on without drafts until it has.
+        await ours.until_costs_are_known(progress)
         peers: list[PeerProcess] = []
         chosen = [] if peer_draft_model is None else [f"--draft-model={peer_draft_model}"]
         for arguments in (

@@ -1,9 +1,10 @@
 """mlx-dspark as a peer: another program for the same drafters.
 
 Owns MLX on the calling thread. Importing this module fails with `ImportError` where mlx-dspark
-is not installed. Its drafter is loaded unquantized and computes in the target's float32, which is
-what suits the CPU; its lookup drafts stay on, as they are by default. Several rows go through its
-batch engine, where its target allows that.
+is not installed. It knows no shortlists, so it drafts over the whole vocabulary. Its drafter is
+loaded unquantized and computes in the target's float32, which is what suits the CPU; its lookup
+drafts stay on, as they are by default. Several rows go through its batch engine, where its target
+allows that.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 Run as `python -m models.workshop.export --target DIR --drafter DIR --out DIR`, in a process of
 its own. `--with-embeddings` adds the copies of the target's embedding and head that DeepSpec's
 own reader wants; without it they are left out, since ours binds the target's. A checkpoint of
-DeepSpec's goes in as well as one of ours. A calibration and a shortlist beside the drafter go
-along. Exits with 2 when the drafter does not fit.
+DeepSpec's goes in as well as one of ours. A calibration beside the drafter goes along, and so
+does a shortlist but for DeepSpec's form, whose readers take every safetensors file in the folder
+for weights. Exits with 2 when the drafter does not fit.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def export(
     mx.save_safetensors(str(temporary), weights, {"format": "mlx" if recipe else "pt"})
     temporary.replace(out / WEIGHTS)
     write_json(out / "config.json", config)
-    for name in (calibration.FILE_NAME, shortlist.FILE_NAME):
+    beside = [calibration.FILE_NAME]
+    if not with_embeddings:
+        beside.append(shortlist.FILE_NAME)
+    for name in beside:
         if (drafter / name).exists() and out != drafter:
             shutil.copyfile(drafter / name, out / name)
     return (out / WEIGHTS).stat().st_size

@@ -76,6 +76,9 @@ def test_what_was_chosen_is_measured_with_and_goes_along(
     out = tmp_path / "out"
     export.export(TARGET, drafter, out, None, False)
     assert Shortlist.load(out, 512) == Shortlist.load(drafter, 512)
+    # Others' readers take every such file for weights.
+    export.export(TARGET, drafter, tmp_path / "theirs", None, True)
+    assert [p.name for p in (tmp_path / "theirs").glob("*.safetensors")] == ["model.safetensors"]
     asked = tmp_path / "asked.jsonl"
     asked.write_text(json.dumps({"prompt": "count to 4"}) + "\n")
     arguments = f"--target {TARGET} --drafter {out} --prompts {asked} --max-tokens 8".split()
