@@ -93,7 +93,10 @@ class RunFolder:
             matplotlib.use("Agg")
             from matplotlib import pyplot  # type: ignore[import-not-found, unused-ignore]
         except ImportError:
-            return "matplotlib is not installed, so there is no plot; log.jsonl has the figures"
+            return (
+                "matplotlib is not installed, so there is no plot; log.jsonl has the figures. "
+                "Remedy: pip install 'sparklane[plots]'"
+            )
         records = [record for record in self.records() if "loss" in record]
         if not records:
             return "the log has no losses yet"
