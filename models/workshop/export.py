@@ -55,7 +55,7 @@ def export(
         weights["embed_tokens.weight"] = frozen.embedding.astype(mx.bfloat16)
         weights["lm_head.weight"] = frozen.head.astype(mx.bfloat16)
         weights = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
-        # Its reader asks for it, though only its training uses it; this is its own default.
+        # Its reader asks for it, though only its training uses it; its configurations have 512.
         config.setdefault("num_anchors", 512)
         if loaded.configuration.family is Family.GEMMA4:
             # Configurations saved by later releases of transformers have them by layer only.

@@ -49,7 +49,7 @@ fields of the result:
   serial_step_seconds     a step without the drafter: one token for every row
   draft_seconds           a block's drafts, and taking in what the last round committed
   verify_seconds          the target on the block
-  round_seconds           both with a single wait; less than their sum
+  round_seconds           both with a single wait, as rounds are decoded
   break_even_tau          tokens a round from which rounds are faster than serial steps
   cost_rows, cost_depth   the rows, and the mean tokens of each, that these five hold for
   rejection               acceptance and speed under rejection sampling, with --acceptance both
@@ -141,7 +141,9 @@ def measure(
             result.update(figures)
         else:
             result[kind] = figures
+    result["peak_memory"] = mx.get_peak_memory()
     if cost_repetitions:
+        # Both ways' caches are there at once, which is not what decoding takes.
         first = answers[acceptances[0]][:rows]
         result.update(
             round_costs(
@@ -204,7 +206,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drafter_bytes=drafter.weight_bytes,
         shortlist=None if drafter.short_head is None else len(drafter.short_head),
         precision=target.precision,
-        peak_memory=mx.get_peak_memory(),
         versions=versions(),
     )
     if options.cost_repetitions:
