@@ -20,6 +20,7 @@ from daemon.child_process import python_command, python_environment
 
 STEPS = {
     "regen": ("workshop.regeneration", "Let a target write training data."),
+    "taps": ("workshop.tap_storage", "Store what training reads of the target."),
     "train": ("workshop.training", "Train a drafter on a corpus."),
     "calibrate": ("workshop.calibration", "Calibrate a drafter's confidences on held-out text."),
     "shortlist": ("workshop.shortlist", "Choose the tokens that a drafter may propose."),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,23 @@ def parse_configuration(source: Mapping[str, Any]) -> DrafterConfiguration:
     )
 
 
+def check_taps(layers: Sequence[int], layer_count: int) -> None:
+    """Raise `DrafterError` when a drafter cannot be fed from `layers` of a target with
+    `layer_count` of them."""
+    last = layer_count - 1
+    if not layers or list(layers) != sorted(set(layers)):
+        raise DrafterError(f"target_layer_ids {list(layers)} must be strictly increasing")
+    if layers[0] < 0 or layers[-1] > last:
+        raise DrafterError(
+            f"target_layer_ids {list(layers)} reach outside the target's layers 0 to {last}"
+        )
+    if layers[-1] == last:
+        raise DrafterError(
+            f"target_layer_ids {list(layers)} tap the target's last layer {last}: what a drafter "
+            "saw of it in training is not what it gets when it drafts, so it is not allowed"
+        )
+
+
 def check_fit(drafter: DrafterConfiguration, target: TargetShape) -> None:
     """Raise `DrafterError` when `drafter` was not made for a target of this shape."""
     for name, own, other in (
@@ -203,18 +220,7 @@ def check_fit(drafter: DrafterConfiguration, target: TargetShape) -> None:
                 f"the drafter's {name} is {own}, the target's is {other}: "
                 "this drafter was trained for another target"
             )
-    taps, last = drafter.tap_layers, target.layer_count - 1
-    if not taps or list(taps) != sorted(set(taps)):
-        raise DrafterError(f"target_layer_ids {list(taps)} must be strictly increasing")
-    if taps[0] < 0 or taps[-1] > last:
-        raise DrafterError(
-            f"target_layer_ids {list(taps)} reach outside the target's layers 0 to {last}"
-        )
-    if taps[-1] == last:
-        raise DrafterError(
-            f"target_layer_ids {list(taps)} tap the target's last layer {last}: what a drafter "
-            "saw of it in training is not what it gets when it drafts, so it is not allowed"
-        )
+    check_taps(drafter.tap_layers, target.layer_count)
     if not 0 <= drafter.mask_token < target.vocabulary_size:
         raise DrafterError(
             f"mask_token_id {drafter.mask_token} is outside the target's vocabulary of "

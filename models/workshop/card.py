@@ -16,6 +16,7 @@ from typing import Any
 
 from models.calibration import Calibration
 from models.dspark.configuration import DrafterError, read_configuration
+from models.dspark.shortlist import Shortlist
 from models.workshop.progress import refuse, say
 
 Record = dict[str, Any]
@@ -35,6 +36,7 @@ def write_card(
         f"{c.layer_count} layers of width {c.hidden_size}, block {c.block_size}, taps at layers "
         f"{', '.join(map(str, c.tap_layers))} of {c.target_layer_count}, {c.head_kind} head of "
         f"rank {c.markov_rank}. Embedding and output head are the target's and are not stored.",
+        *_shortlist_lines(drafter, c.vocabulary_size),
         "",
         f"Target: sha256 of configuration and weights' ends `{run['fingerprint']['target'][:16]}`, "
         f"tokenizer `{run['fingerprint']['tokenizer'][:16]}`.",
@@ -68,10 +70,49 @@ def write_card(
             f"| {one['dataset']} | {one['temperature']:g} | {one['rows']} | {one['tau']:.2f} | "
             f"{one['tau_first_64']:.2f} | {100 * one['looping_share']:.0f} % | {speedup} |"
         )
+    lines += _cost_lines(results)
     calibration = Calibration.load(drafter, c.block_size)
     if calibration is not None:
         lines += _calibration_lines(calibration)
     return "\n".join(lines) + "\n"
+
+
+def _shortlist_lines(drafter: Path, vocabulary_size: int) -> list[str]:
+    """What the drafter may propose, if that is not everything."""
+    record = Shortlist.load(drafter, vocabulary_size)
+    if record is None:
+        return []
+    return [
+        "",
+        f"Drafts are chosen from a shortlist of {len(record.tokens):,} of {vocabulary_size:,} "
+        f"tokens, which hold {100 * record.coverage:.2f} % of {record.counted:,} answer tokens "
+        f"(corpus `{record.corpus}`). `--no-draft-shortlist` drafts from all of them.",
+    ]
+
+
+def _cost_lines(results: Sequence[Record]) -> list[str]:
+    """What steps and rounds cost where it was measured."""
+    lines = [
+        f"| {one['dataset']} | {one['cost_rows']} | {one['cost_depth']} | "
+        + " | ".join(
+            f"{1e3 * one[f'{name}_seconds']:.2f}"
+            for name in ("serial_step", "draft", "verify", "round")
+        )
+        + f" | {one['break_even_tau']:.2f} |"
+        for one in results
+        if "round_seconds" in one
+    ]
+    if not lines:
+        return []
+    return [
+        "",
+        "Costs in milliseconds. Draft and verification are measured apart; a round waits for the "
+        "device once. Speculation pays from as many tokens a round as the last column says.",
+        "",
+        "| set | rows | tokens of context | serial step | draft | verify | round | pays from |",
+        "|---|---|---|---|---|---|---|---|",
+        *lines,
+    ]
 
 
 def _calibration_lines(calibration: Calibration) -> list[str]:

@@ -8,6 +8,7 @@ tokenizer. Batches are a pure function of (seed, epoch), so a resumed run sees t
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,22 +41,30 @@ class Packed(NamedTuple):
 
 
 class Corpus:
-    """All conversations of a folder, in memory."""
+    """All conversations of a folder, in memory.
+
+    Conversation i is tokens `starts[i]` to `starts[i + 1]`; shard s, of the name `shards[s]`,
+    holds the conversations `shard_starts[s]` to `shard_starts[s + 1]`. All are int64.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises `RunError` when the folder holds no corpus, or a torn one."""
         try:
             self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-            shards = [load_file(folder / name) for name in self.manifest["shards"]]
+            self.shards: list[str] = list(self.manifest["shards"])
+            shards = [load_file(folder / name) for name in self.shards]
         except (OSError, ValueError, KeyError) as error:
             raise RunError(f"{folder} holds no corpus: {error}. Run regen first") from error
         if not shards:
             raise RunError(f"{folder} holds an empty corpus: run regen again")
+        self._folder = folder
         self._tokens = np.concatenate([shard["tokens"] for shard in shards])
         sizes = np.concatenate([np.diff(shard["starts"]) for shard in shards])
-        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        counts = [len(shard["answers"]) for shard in shards]
+        self.shard_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._answers = np.concatenate([shard["answers"] for shard in shards])
-        if self._starts[-1] != len(self._tokens) or len(self._answers) != len(sizes):
+        if self.starts[-1] != len(self._tokens) or len(self._answers) != len(sizes):
             raise RunError(f"{folder}: shards are torn: run regen again")
         self.sizes = sizes
 
@@ -63,7 +72,7 @@ class Corpus:
         return len(self._answers)
 
     def __getitem__(self, index: int) -> Conversation:
-        tokens = self._tokens[self._starts[index] : self._starts[index + 1]]
+        tokens = self._tokens[self.starts[index] : self.starts[index + 1]]
         return Conversation(tokens.astype(np.int32).tolist(), int(self._answers[index]))
 
     @property
@@ -77,8 +86,8 @@ class Corpus:
         Raises `RunError` for an id outside the vocabulary.
         """
         marks = np.zeros(len(self._tokens) + 1, dtype=np.int64)
-        np.add.at(marks, self._starts[:-1][indices] + self._answers[indices], 1)
-        np.add.at(marks, self._starts[1:][indices], -1)
+        np.add.at(marks, self.starts[:-1][indices] + self._answers[indices], 1)
+        np.add.at(marks, self.starts[1:][indices], -1)
         answers = self._tokens[np.cumsum(marks[:-1]) > 0]
         if len(answers) and int(answers.max()) >= vocabulary_size:
             raise RunError(
@@ -96,6 +105,12 @@ class Corpus:
                     f"the corpus was written with {part} {str(wrote)[:12]}, this is {mark[:12]}: "
                     "run regen with this target"
                 )
+
+    def shard_marks(self) -> list[str]:
+        """What each shard is known by: the sha256 of its file. Reads all of them."""
+        return [
+            hashlib.sha256((self._folder / name).read_bytes()).hexdigest() for name in self.shards
+        ]
 
     def split(self, held_out: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Indices to train on and the last `held_out`, never trained on."""
@@ -131,7 +146,7 @@ class Corpus:
         places = np.arange(width)
         ends = np.minimum(self.sizes[indices], width)
         for row, index in enumerate(indices):
-            start = self._starts[index]
+            start = self.starts[index]
             tokens[row, : ends[row]] = self._tokens[start : start + ends[row]]
         answered = places >= self._answers[indices][:, None]
         return Packed(tokens, answered & (places < ends[:, None]))

@@ -1,9 +1,10 @@
 """Write a drafter in another form: with or without the target's matrices, in fewer bits.
 
 Run as `python -m models.workshop.export --target DIR --drafter DIR --out DIR`, in a process of
-its own. `--with-embeddings` adds the copies of the target's embedding and head that DeepSpec's
-own reader wants; without it they are left out, since ours binds the target's. A checkpoint of
-DeepSpec's goes in as well as one of ours. A calibration beside the drafter goes along, and so
+its own. `--with-embeddings` adds what DeepSpec's own reader wants: copies of the target's
+embedding and head, bfloat16 throughout, the confidence head too, and every key that it asks of
+a configuration. Without it the copies are left out, since ours binds the target's. A checkpoint
+of DeepSpec's goes in as well as one of ours. A calibration beside the drafter goes along, and so
 does a shortlist but for DeepSpec's form, whose readers take every safetensors file in the folder
 for weights. Exits with 2 when the drafter does not fit.
 """
@@ -22,7 +23,7 @@ import mlx.core as mx
 from models import calibration
 from models.checkpoint import CheckpointError
 from models.dspark import shortlist
-from models.dspark.configuration import DrafterError, TargetShape
+from models.dspark.configuration import DrafterError, Family, TargetShape
 from models.dspark.loader import load_drafter
 from models.target import Target
 from models.workshop.checkpoint_files import WEIGHTS
@@ -54,6 +55,13 @@ def export(
         frozen = FrozenTarget(model, [])
         weights["embed_tokens.weight"] = frozen.embedding.astype(mx.bfloat16)
         weights["lm_head.weight"] = frozen.head.astype(mx.bfloat16)
+        weights = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
+        # Its reader asks for it, though only its training uses it; its configurations have 512.
+        config.setdefault("num_anchors", 512)
+        if loaded.configuration.family is Family.GEMMA4:
+            # Configurations saved by later releases of transformers have them by layer only.
+            config.setdefault("global_head_dim", loaded.configuration.head_dim)
+            config.setdefault("num_global_key_value_heads", loaded.configuration.key_value_heads)
     out.mkdir(parents=True, exist_ok=True)
     temporary = out / f".new-{WEIGHTS}"
     mx.save_safetensors(str(temporary), weights, {"format": "mlx" if recipe else "pt"})

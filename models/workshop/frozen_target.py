@@ -1,7 +1,7 @@
 """The target as training sees it: taps and final states of whole sequences, never changed.
 
 Owns the taps on one target; runs on the calling thread, lazy. Taps are computed when they are
-needed: stored, they would take thousands of bytes a token.
+needed, unless `tap_storage` has stored them, at thousands of bytes a token.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ class FrozenTarget:
         """[S, L] int32 to taps [S, L, m * H] and final, normed states [S, L, H]."""
         states: mx.array = self._body(tokens)
         return self._taps.take(), states
+
+    def forget_layers(self) -> None:
+        """Free all but embedding, head and final norm: `read` cannot be called afterwards."""
+        self._taps.remove()
+        del self.target, self._body
 
     def close(self) -> None:
         """Give the target its own layers back."""

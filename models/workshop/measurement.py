@@ -32,8 +32,31 @@ from models.workshop.dequantized import dequantize_network
 from models.workshop.figures import acceptance, divergences, looping_share
 from models.workshop.progress import refuse, say
 from models.workshop.regeneration import read_prompts
+from models.workshop.round_costs import describe, round_costs
 from models.workshop.run_folder import RunError, versions
 from models.workshop.speculation import Answer, Decoder, Timed
+
+FIELDS = """\
+fields of the result:
+  tau                     tokens of a round, bonus included; tau_first_64 of rounds that begin in
+                          an answer's first 64 tokens
+  tau_by_position         share of drafts at each position accepted with all before them;
+                          conditional: of those whose predecessors were
+  rounds, tokens          rounds that count for tau, and tokens of the answers
+  looping_share           answers that repeat themselves, which flatters tau at temperature 0
+  serial_tokens_per_second, speculative_tokens_per_second, speedup
+                          wall clock from the end of the prompts, and the ratio
+  divergences             where texts part, with the target's top-2 margin there
+  serial_step_seconds     a step without the drafter: one token for every row
+  draft_seconds           a block's drafts, and taking in what the last round committed
+  verify_seconds          the target on the block
+  round_seconds           both with a single wait, as rounds are decoded
+  break_even_tau          tokens a round from which rounds are faster than serial steps
+  cost_rows, cost_depth   the rows, and the mean tokens of each, that these five hold for
+  rejection               acceptance and speed under rejection sampling, with --acceptance both
+  prompts, temperature, rows, dataset, max_tokens, drafter_bytes, shortlist, precision,
+  peak_memory, versions   what was measured, and with what; bytes, and tokens of the shortlist
+"""
 
 
 def load_pair(
@@ -68,9 +91,11 @@ def measure(
     acceptances: Sequence[str] = ("coupled",),
     serial: bool = True,
     seconds: float = 0.0,
+    cost_repetitions: int = 0,
 ) -> dict[str, Any]:
-    """Decode `prompts` in groups of `rows`, both ways; see the fields of the result. Stops
-    early after `seconds`."""
+    """Decode `prompts` in groups of `rows`, both ways; see `FIELDS`. Stops early after
+    `seconds`. With `cost_repetitions`, what steps and rounds cost is measured afterwards, where
+    the first group was halfway through its answers."""
     plain: list[Answer] = []
     answers: dict[str, list[Answer]] = {kind: [] for kind in acceptances}
     spent = dict.fromkeys(("serial", *acceptances), 0.0)
@@ -118,6 +143,23 @@ def measure(
             result.update(figures)
         else:
             result[kind] = figures
+    result["peak_memory"] = mx.get_peak_memory()
+    if cost_repetitions:
+        # Both ways' caches are there at once, which is not what decoding takes.
+        first = answers[acceptances[0]][:rows]
+        result.update(
+            round_costs(
+                decoder,
+                [
+                    prompt + answer.tokens[: len(answer.tokens) // 2]
+                    for prompt, answer in zip(prompts, first, strict=False)
+                ],
+                [Sampling(temperature=temperature, seed=seed + at) for at in range(len(first))],
+                repetitions=cost_repetitions,
+                width=width,
+                rejection=acceptances[0] == "rejection",
+            )
+        )
     return result
 
 
@@ -154,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             acceptances=both if options.acceptance == "both" else (options.acceptance,),
             serial=not options.no_serial,
             seconds=options.seconds,
+            cost_repetitions=options.cost_repetitions,
             **common,
         )
         decoder.close()
@@ -165,9 +208,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drafter_bytes=drafter.weight_bytes,
         shortlist=None if drafter.short_head is None else len(drafter.short_head),
         precision=target.precision,
-        peak_memory=mx.get_peak_memory(),
         versions=versions(),
     )
+    if options.cost_repetitions:
+        say("note", message=describe(result))
     say("result", command="measure", **result)
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -176,7 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m models.workshop.measurement", description="Measure a drafter."
+        prog="python -m models.workshop.measurement",
+        description="Measure a drafter.",
+        epilog=FIELDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--target", type=Path, required=True, help="folder of the target")
@@ -191,12 +238,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--draft-bits", type=int, choices=(4, 8, 16), help="quantize the drafter")
     add("--no-shortlist", action="store_true", help="draft from the whole vocabulary")
     add("--precision", default="auto", help="of the target")
-    add("--no-serial", action="store_true", help="acceptance only")
+    add("--no-serial", action="store_true", help="do not decode without the drafter")
     add("--seconds", type=float, default=0.0, help="begin no prompt after so long")
+    add("--cost-repetitions", type=int, default=7, help="of each step whose cost is told; 0: none")
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="file for the result")
     add("--json", action="store_true", help="the result is JSON, as all output is")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.cost_repetitions < 0:
+        parser.error(f"--cost-repetitions is {options.cost_repetitions}; it must be at least 0")
+    return options
 
 
 if __name__ == "__main__":

@@ -35,12 +35,13 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
 
     def remember(self, configuration: Mapping[str, Any], must_agree: tuple[str, ...]) -> None:
-        """Store the run's configuration; a resumed run must agree in the fields named."""
+        """Store the run's configuration; a resumed run must agree in the fields named, but for
+        those that were not stored yet when it began."""
         file = self.path / "configuration.json"
         if file.exists():
             stored = json.loads(file.read_text())
             for key in must_agree:
-                if stored.get(key) != configuration.get(key):
+                if key in stored and stored[key] != configuration.get(key):
                     raise RunError(
                         f"{file}: this run has {key} {stored.get(key)!r}, now it is "
                         f"{configuration.get(key)!r}: use another run folder"
@@ -92,7 +93,10 @@ class RunFolder:
             matplotlib.use("Agg")
             from matplotlib import pyplot  # type: ignore[import-not-found, unused-ignore]
         except ImportError:
-            return "matplotlib is not installed, so there is no plot; log.jsonl has the figures"
+            return (
+                "matplotlib is not installed, so there is no plot; log.jsonl has the figures. "
+                "Remedy: pip install 'sparklane[plots]'"
+            )
         records = [record for record in self.records() if "loss" in record]
         if not records:
             return "the log has no losses yet"

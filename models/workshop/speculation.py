@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from models.decode_rows import TargetRows
-from models.dspark.drafter import Drafter
-from models.dspark.rows import SpeculativeRows, chooser
+from models.dspark.drafter import Draft, Drafter
+from models.dspark.rows import SpeculativeRows, Verification, chooser
 from models.sampling import RowSampling, choose, distribution
 from models.sampling_settings import Sampling
 from models.taps import Taps
@@ -67,25 +67,14 @@ class Decoder:
         self, prompts: Sequence[list[int]], settings: Sequence[Sampling], count: int
     ) -> Timed:
         """One token a step and row."""
-        rows = TargetRows(self._target)
-        for prompt in prompts:
-            one = TargetRows(self._target)
-            one.open_row()
-            for part in _chunks(prompt):
-                one.prefill(part)
-                self._taps.discard()
-            rows.join(one)
-        samplings = [RowSampling(s, self._target.vocabulary_size, []) for s in settings]
+        rows = self.serial_rows(prompts)
+        samplings = self.samplings(settings)
         group = _Group(prompts, count, self._stops)
         mx.synchronize()
         begun = time.perf_counter()
         while group.live:
-            logits = rows.decode(mx.array([[token] for token in group.anchors()]))
-            self._taps.discard()
             own = [samplings[index] for index in group.live]
-            tokens = choose(logits, own, [length for length in rows.lengths])
-            ordered = mx.topk(logits[:, 0].astype(mx.float32), 2, axis=-1)
-            margins = mx.abs(ordered[:, 1] - ordered[:, 0])
+            tokens, margins = self.step(rows, group.anchors(), own)
             mx.eval(tokens, margins)
             values: Any = margins.tolist()
             chosen: Any = tokens.tolist()
@@ -103,38 +92,23 @@ class Decoder:
         rejection: bool = False,
     ) -> Timed:
         """A block a round and row; `width` drafts of it are verified, all when None."""
-        rows = SpeculativeRows(self._target, self._drafter, self._taps)
-        for prompt in prompts:
-            one = SpeculativeRows(self._target, self._drafter, self._taps)
-            one.open_row()
-            for part in _chunks(prompt):
-                one.prefill(part)
-            rows.join(one)
-        samplings = [RowSampling(s, self._target.vocabulary_size, []) for s in settings]
+        rows = self.speculative_rows(prompts)
+        samplings = self.samplings(settings)
         group = _Group(prompts, count, self._stops)
         mx.synchronize()
         begun = time.perf_counter()
         first = True
         while group.live:
             own = [samplings[index] for index in group.live]
-            pick = chooser(own, list(rows.lengths))
             anchors = mx.array(group.anchors(), dtype=mx.int32)
             if first:
                 # Drafters are trained on anchors inside answers: the first token is decoded.
                 drafted, confidences = 0, None
-                verified = rows.verify(anchors, None, choose=pick)
+                verified = rows.verify(anchors, None, choose=chooser(own, list(rows.lengths)))
             else:
-                draft = rows.draft(anchors, cap=width, choose=pick, keep_logits=rejection)
+                draft = self.draft(rows, anchors, own, width=width, rejection=rejection)
                 drafted, confidences = draft.tokens.shape[1], draft.confidence_logits
-                if rejection:
-                    verified = rows.verify_rejecting(
-                        anchors,
-                        draft,
-                        distribution=_distribution(own),
-                        seeds=[row.seed for row in own],
-                    )
-                else:
-                    verified = rows.verify(anchors, draft.tokens, choose=pick)
+                verified = self.verify(rows, anchors, own, draft, rejection=rejection)
             wanted = [verified.tokens, verified.accepted]
             mx.eval(*wanted, *([] if confidences is None else [confidences]))
             accepted: Any = verified.accepted.tolist()
@@ -150,6 +124,74 @@ class Decoder:
                 rows.leave(row)
             first = False
         return Timed(group.answers(), time.perf_counter() - begun)
+
+    def samplings(self, settings: Sequence[Sampling]) -> list[RowSampling]:
+        """Rows' settings, as `step`, `draft` and `verify` want them."""
+        return [RowSampling(one, self._target.vocabulary_size, []) for one in settings]
+
+    def serial_rows(self, prompts: Sequence[list[int]]) -> TargetRows:
+        """Rows that have read all but the last token of their prompts."""
+        rows = TargetRows(self._target)
+        for prompt in prompts:
+            one = TargetRows(self._target)
+            one.open_row()
+            for part in _chunks(prompt):
+                one.prefill(part)
+                self._taps.discard()
+            rows.join(one)
+        return rows
+
+    def speculative_rows(self, prompts: Sequence[list[int]]) -> SpeculativeRows:
+        """The same, ready to draft."""
+        rows = SpeculativeRows(self._target, self._drafter, self._taps)
+        for prompt in prompts:
+            one = SpeculativeRows(self._target, self._drafter, self._taps)
+            one.open_row()
+            for part in _chunks(prompt):
+                one.prefill(part)
+            rows.join(one)
+        return rows
+
+    def step(
+        self, rows: TargetRows, anchors: Sequence[int], own: list[RowSampling]
+    ) -> tuple[mx.array, mx.array]:
+        """A serial step behind `anchors` [R]: tokens [R, 1] and the target's top-2 margins [R]
+        float32. Lazy."""
+        logits = rows.decode(mx.array([[token] for token in anchors]))
+        self._taps.discard()
+        tokens = choose(logits, own, list(rows.lengths))
+        ordered = mx.topk(logits[:, 0].astype(mx.float32), 2, axis=-1)
+        return tokens, mx.abs(ordered[:, 1] - ordered[:, 0])
+
+    def draft(
+        self,
+        rows: SpeculativeRows,
+        anchors: mx.array,
+        own: list[RowSampling],
+        *,
+        width: int | None,
+        rejection: bool,
+    ) -> Draft:
+        """`width` drafts behind `anchors` [R], the whole block when None. Lazy."""
+        pick = chooser(own, list(rows.lengths))
+        return rows.draft(anchors, cap=width, choose=pick, keep_logits=rejection)
+
+    def verify(
+        self,
+        rows: SpeculativeRows,
+        anchors: mx.array,
+        own: list[RowSampling],
+        draft: Draft,
+        *,
+        rejection: bool,
+    ) -> Verification:
+        """The target's decision on a draft behind `anchors` [R]. Lazy."""
+        if not rejection:
+            pick = chooser(own, list(rows.lengths))
+            return rows.verify(anchors, draft.tokens, choose=pick)
+        return rows.verify_rejecting(
+            anchors, draft, distribution=_distribution(own), seeds=[row.seed for row in own]
+        )
 
 
 class _Group:

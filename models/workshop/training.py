@@ -3,7 +3,8 @@
 Run as `python -m models.workshop.training --target DIR --corpus DIR --run DIR`, in a process of
 its own. Ends after `--steps`, or after `--seconds` of wall clock, with the learning rates
 following whichever is further along. `--resume` goes on from the last checkpoint: the same
-batches, anchors and rates as an uninterrupted run of the same number of steps. Leaves
+batches, anchors and rates as an uninterrupted run of the same number of steps. With
+`--stored-taps` the target is not run: what `tap_storage` wrote is read instead. Leaves
 `drafter/`, `log.jsonl`, `checkpoint/` and `training.png` in the run folder. Exits with 2 when
 the run cannot begin.
 """
@@ -29,7 +30,7 @@ from models.checkpoint import CheckpointError
 from models.dspark.configuration import DrafterError, HeadKind, TargetShape, check_fit
 from models.dspark.drafter import Drafter, DraftNetwork, TargetVocabulary
 from models.workshop.checkpoint_files import read_weights, write_drafter
-from models.workshop.corpus import Corpus
+from models.workshop.corpus import Corpus, Packed
 from models.workshop.frozen_target import FrozenTarget, training_precision
 from models.workshop.network import (
     find_mask_token,
@@ -43,11 +44,27 @@ from models.workshop.optimizer import GroupedOptimizer, OptimizerSettings, Param
 from models.workshop.progress import refuse, say
 from models.workshop.run_folder import RunError, RunFolder, fingerprint, versions
 from models.workshop.sequences import train_on_sequences
-from models.workshop.training_step import TrainingStep, finished_weights, make_inputs, tap_scale
+from models.workshop.stored_taps import (
+    DTYPES,
+    FOLDER,
+    MANIFEST,
+    StoredTaps,
+    TapSettings,
+    corpus_mark,
+)
+from models.workshop.training_step import (
+    Inputs,
+    TrainingStep,
+    finished_weights,
+    make_inputs,
+    tap_scale,
+)
 
 _AGREE = (
     "fingerprint",
     "corpus",
+    "corpus_mark",
+    "precision",
     "drafter",
     "optimizer",
     "seed",
@@ -56,7 +73,6 @@ _AGREE = (
     "longest",
     "held_out",
 )
-_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
 class Training:
@@ -82,6 +98,18 @@ class Training:
             else find_mask_token(options.target, shape.vocabulary_size, shape.stop_tokens),
         )
         check_fit(configuration, shape)
+        precision = options.precision or training_precision()
+        marks_of_shards = self._corpus.shard_marks()
+        settings = TapSettings(
+            tap_layers=tuple(taps),
+            precision=precision,
+            fingerprint=marks,
+            hidden_size=shape.hidden_size,
+        )
+        self._stored: StoredTaps | None = None
+        if options.stored_taps is not None:
+            folder = Path(options.stored_taps or options.corpus / FOLDER)
+            self._stored = StoredTaps(folder, self._corpus, settings, marks_of_shards)
         self._settings = OptimizerSettings(
             muon=options.optimizer == "muon",
             matrix_rate=options.matrix_rate,
@@ -92,6 +120,9 @@ class Training:
             {
                 "fingerprint": marks,
                 "corpus": {k: self._corpus.manifest.get(k) for k in ("seed", "tokens", "shards")},
+                "corpus_mark": corpus_mark(marks_of_shards),
+                "precision": precision,
+                "stored_taps": self._stored is not None,
                 "drafter": {**configuration.source, "quantization": None},
                 "optimizer": {
                     name: getattr(self._settings, name) for name in self._settings.__struct_fields__
@@ -107,7 +138,6 @@ class Training:
             },
             _AGREE,
         )
-        precision = options.precision or training_precision()
         self._frozen = FrozenTarget.load(options.target, taps, precision)
         network = DraftNetwork(configuration, own_head=False)
         initialise(network, options.seed, self._frozen.final_norm)
@@ -117,7 +147,9 @@ class Training:
         vocabulary = TargetVocabulary(
             self._frozen.target.model, configuration.vocabulary_size, configuration.hidden_size
         )
-        self.drafter = Drafter(configuration, network, vocabulary, _DTYPES[precision])
+        if self._stored is not None:
+            self._frozen.forget_layers()
+        self.drafter = Drafter(configuration, network, vocabulary, DTYPES[precision])
         flat: Any = dict(tree_flatten(network.parameters()))
         # A layer's scalar is part of the architecture, not learned.
         self._fixed = {name: v for name, v in flat.items() if name.endswith("layer_scalar")}
@@ -125,10 +157,10 @@ class Training:
         optimizer = GroupedOptimizer(self._settings, self.parameters)
         self._state = optimizer.initial_state()
         self._step = TrainingStep(
-            self._frozen, self.drafter, optimizer, _DTYPES[precision], options.rows
+            self._frozen, self.drafter, optimizer, DTYPES[precision], options.rows
         )
         self._indices, held_out = self._corpus.split(options.held_out)
-        self._held_out = [self._pack(part) for part in _pieces(held_out, self._rows())]
+        self._held_out = _pieces(held_out, self._rows())
         self.steps = 0
         self.elapsed = 0.0
         self._scale: mx.array | None = None
@@ -139,7 +171,7 @@ class Training:
         options = self._options
         if self._scale is None:
             first = itertools.islice(self._plan(), 4)
-            self._scale = tap_scale(self._frozen, [self._pack(indices) for _, indices in first])
+            self._scale = tap_scale(self._taps(indices) for _, indices in first)
         started = time.monotonic() - self.elapsed
         saved = time.monotonic()
         last: dict[str, Any] = {}
@@ -152,7 +184,7 @@ class Training:
                 break
             share = mx.array(rate_share(progress, self._settings.warmup))
             seed = [options.seed, 1, step]
-            inputs = make_inputs(self._pack(indices), options.anchors, options.block, seed)
+            inputs = self._inputs(indices, seed)
             self.parameters, self._state, losses, norm = self._step.train(
                 self.parameters, self._state, share, self._scale, *inputs
             )
@@ -222,8 +254,20 @@ class Training:
             shares.append(self.elapsed / options.seconds)
         return max(shares)
 
-    def _pack(self, indices: NDArray[np.int64]) -> Any:
+    def _pack(self, indices: NDArray[np.int64]) -> Packed:
         return self._corpus.pack(indices, self._options.longest)
+
+    def _taps(self, indices: NDArray[np.int64]) -> tuple[mx.array, NDArray[np.bool_]]:
+        """The taps of a batch, and which of its tokens are supervised."""
+        packed = self._pack(indices)
+        if self._stored is not None:
+            return self._stored.read(indices, packed.tokens.shape[1])[0], packed.supervised
+        return self._frozen.read(mx.array(packed.tokens))[0], packed.supervised
+
+    def _inputs(self, indices: NDArray[np.int64], seed: list[int]) -> Inputs:
+        options, packed, stored = self._options, self._pack(indices), self._stored
+        taken = () if stored is None else stored.read(indices, packed.tokens.shape[1])
+        return make_inputs(packed, options.anchors, options.block, seed, taken)
 
     def _rows(self) -> int:
         return max(1, int(self._options.batch_tokens // self._options.longest))
@@ -255,10 +299,8 @@ class Training:
         if not self._held_out or self._scale is None:
             return {}
         all_losses = []
-        for number, packed in enumerate(self._held_out):
-            inputs = make_inputs(
-                packed, self._options.anchors, self._options.block, [self._options.seed, 2, number]
-            )
+        for number, indices in enumerate(self._held_out):
+            inputs = self._inputs(indices, [self._options.seed, 2, number])
             all_losses.append(self._step.evaluate(self.parameters, self._scale, *inputs))
             mx.eval(all_losses)
         count = len(all_losses)
@@ -284,7 +326,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             resumed_at=training.steps,
             parameters=sum(value.size for value in training.parameters.values()),
             taps=list(training.drafter.configuration.tap_layers),
+            stored_taps=options.stored_taps is not None,
         )
+        if options.stored_taps is None and (options.corpus / FOLDER / MANIFEST).exists():
+            say("note", message="the corpus has stored taps: --stored-taps reads them")
         result = training.run()
     except (CheckpointError, DrafterError, RunError, OSError, ValueError) as error:
         return refuse(f"cannot train: {error}")
@@ -305,6 +350,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--corpus", type=Path, required=True, help="folder that regen wrote")
     add("--run", type=Path, required=True, help="run folder, made if need be")
     add("--resume", action="store_true", help="go on from the run's checkpoint")
+    add(
+        "--stored-taps",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="read taps that `taps` wrote, from `taps` in the corpus' folder when DIR is left out",
+    )
     add("--steps", type=int, default=0, help="end after so many steps")
     add("--seconds", type=float, default=0.0, help="end after so much wall clock")
     add("--head", default="vanilla", choices=[str(kind) for kind in HeadKind])
@@ -323,7 +375,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--longest", type=int, default=384, help="conversations are cut to so many tokens")
     add("--rows", type=int, default=4096, help="positions whose logits are held at once")
     add("--held-out", type=int, default=128, help="conversations kept from training")
-    add("--precision", choices=tuple(_DTYPES), help="float32 on the CPU, bfloat16 on a GPU")
+    add("--precision", choices=tuple(DTYPES), help="float32 on the CPU, bfloat16 on a GPU")
     add("--seed", type=int, default=0)
     add("--log-every", type=int, default=20, help="steps")
     add("--evaluate-every", type=int, default=500, help="steps; a multiple of --log-every")

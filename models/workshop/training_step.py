@@ -7,12 +7,13 @@ long or values few (the confidence head, the table of token embeddings).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_unflatten
+from numpy.typing import NDArray
 
 from models.dspark.drafter import Drafter
 from models.workshop.anchors import Blocks, choose_anchors, make_blocks
@@ -23,6 +24,9 @@ from models.workshop.optimizer import GroupedOptimizer, Parameters
 
 _FLOAT32 = ("confidence_head", "markov_head.markov_w1")
 Inputs = tuple[mx.array, ...]
+"""Tokens [S, L], the arrays of `Blocks` and, when they are stored, taps and final states; those
+that are not there are computed."""
+_COMPUTED = 1 + len(Blocks._fields)
 
 
 class TrainingStep:
@@ -79,35 +83,42 @@ class TrainingStep:
         return loss(self._drafter, network, batch, self._head, self._rows)
 
     def _batch(self, tap_scale: mx.array, inputs: Inputs) -> Batch:
-        tokens, *blocks = inputs
-        taps, states = self._frozen.read(tokens)
+        tokens, *blocks = inputs[:_COMPUTED]
+        taps, states = inputs[_COMPUTED:] or self._frozen.read(tokens)
         scaled = taps.astype(self._dtype) * tap_scale.astype(self._dtype)
         return Batch(scaled, states.astype(self._dtype), *blocks)
 
 
-def make_inputs(packed: Packed, anchors: int, block_size: int, seed: list[int]) -> Inputs:
-    """What a step takes behind its state: `anchors` of them in all, drawn by `seed`."""
+def make_inputs(
+    packed: Packed,
+    anchors: int,
+    block_size: int,
+    seed: list[int],
+    stored: tuple[mx.array, ...] = (),
+) -> Inputs:
+    """What a step takes behind its state: `anchors` of them in all, drawn by `seed`, and the
+    `stored` taps and states of `packed`, if any."""
     random = np.random.default_rng(seed)
     each = max(1, anchors // len(packed.tokens))
     chosen, kept = choose_anchors(packed.supervised, each, random)
     blocks: Blocks = make_blocks(packed.tokens, packed.supervised, chosen, kept, block_size)
-    return (mx.array(packed.tokens), *(mx.array(part) for part in blocks))
+    return (mx.array(packed.tokens), *(mx.array(part) for part in blocks), *stored)
 
 
-def tap_scale(frozen: FrozenTarget, batches: list[Packed]) -> mx.array:
-    """One over the root mean square of every tap channel, [m * H] float32.
+def tap_scale(batches: Iterable[tuple[mx.array, NDArray[np.bool_]]]) -> mx.array:
+    """One over the root mean square of every tap channel, [m * H] float32, over those of the
+    taps [S, L, m * H] that are supervised [S, L].
 
     A few channels of a target are hundreds of times larger than the others; the projection
     would see little else. Its weights take the scale in when the drafter is exported.
     """
     total: mx.array = mx.array(0.0)
     count = 0
-    for packed in batches:
-        taps, _ = frozen.read(mx.array(packed.tokens))
-        seen = mx.array(packed.supervised)[..., None]
+    for taps, supervised in batches:
+        seen = mx.array(supervised)[..., None]
         squares = mx.where(seen, taps.astype(mx.float32) ** 2, 0.0)
         total = total + squares.sum(axis=(0, 1))
-        count += int(packed.supervised.sum())
+        count += int(supervised.sum())
         mx.eval(total)
     return mx.rsqrt(total / max(count, 1) + 1e-6)
 

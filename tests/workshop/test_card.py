@@ -1,13 +1,15 @@
-"""What a drafter's card says of its calibration."""
+"""What a drafter's card says of its calibration, its shortlist and its costs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from models.calibration import Calibration
+from models.dspark.shortlist import Shortlist
 from models.platt_scaling import PlattFit
 from models.workshop import export
 from models.workshop.card import write_card
@@ -37,11 +39,19 @@ FIT = PlattFit(
 )
 
 
-def _card(folder: Path, record: Calibration | None) -> str:
+COSTS: dict[str, Any] = {
+    "dataset": "questions", "temperature": 0.0, "rows": 2, "tau": 2.5, "tau_first_64": 2.25,
+    "looping_share": 0.0, "serial_step_seconds": 0.01234, "draft_seconds": 0.004,
+    "verify_seconds": 0.0175, "round_seconds": 0.02, "break_even_tau": 1.62, "cost_rows": 2,
+    "cost_depth": 321,
+}  # fmt: skip
+
+
+def _card(folder: Path, record: Calibration | None, results: Sequence[dict[str, Any]] = ()) -> str:
     export.export(TARGET, FIXTURES / "qwen3" / "drafter", folder, None, False)
     if record is not None:
         record.save(folder)
-    return write_card(folder, RUN, [], CORPUS, [])
+    return write_card(folder, RUN, [], CORPUS, results)
 
 
 def test_no_calibration(tmp_path: Path) -> None:
@@ -61,3 +71,21 @@ def test_a_table_for_each_sampling_temperature(tmp_path: Path) -> None:
     assert "Sampling temperature 1, 8,765 rounds of 123 conversations:" in lines
     assert lines.count("| 7 | 1.250 | -0.500 | 6.1 % | 4.5 % | 1.5 % | 1.2 % |") == 2
     assert not any("1.500" in line for line in lines)
+
+
+def test_a_shortlist_and_what_it_covers(tmp_path: Path) -> None:
+    assert "shortlist" not in _card(tmp_path, None)
+    Shortlist(tokens=tuple(range(60)), coverage=0.98765, counted=12345, corpus="cafe").save(
+        tmp_path
+    )
+    assert (
+        "Drafts are chosen from a shortlist of 60 of 512 tokens, which hold 98.77 % of 12,345 "
+        "answer tokens (corpus `cafe`)."
+    ) in _card(tmp_path, None)
+
+
+def test_costs_where_they_were_measured(tmp_path: Path) -> None:
+    old = {name: value for name, value in COSTS.items() if not name.endswith("_seconds")}
+    assert "milliseconds" not in _card(tmp_path, None, [old])
+    lines = _card(tmp_path, None, [old, COSTS]).splitlines()
+    assert lines.count("| questions | 2 | 321 | 12.34 | 4.00 | 17.50 | 20.00 | 1.62 |") == 1

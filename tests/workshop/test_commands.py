@@ -51,5 +51,5 @@ def test_every_step_is_a_module() -> None:
         assert (folder / f"{module.replace('.', '/')}.py").exists()
     assert sorted(drafter_commands.STEPS) == [
         "calibrate", "card", "compare", "export", "measure", "quantize", "regen", "shortlist",
-        "train",
+        "taps", "train",
     ]  # fmt: skip

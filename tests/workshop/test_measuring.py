@@ -14,7 +14,8 @@ from models.checkpoint import inspect
 from models.dspark.configuration import DrafterError
 from models.sampling_settings import Sampling
 from models.target import Target
-from models.workshop import export, measurement, quantize_report
+from models.workshop import export, measurement, quantize_report, round_costs
+from models.workshop.chat_text import ChatText
 from models.workshop.dequantized import dequantize_network
 from models.workshop.figures import acceptance, divergences
 from models.workshop.quantization import Recipe, quantize_by_recipe
@@ -93,6 +94,89 @@ def test_measure_prints_what_it_must(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert result["divergences"] == []
     ratio = result["speculative_tokens_per_second"] / result["serial_tokens_per_second"]
     assert result["speedup"] == pytest.approx(ratio)
+    for step in ("serial_step", "draft", "verify", "round"):
+        assert result[f"{step}_seconds"] > 0
+    assert result["cost_rows"] == 1
+    # Half of an answer of 12 tokens or, where it stopped, fewer behind the prompt.
+    prompt = len(ChatText(TARGET).prompt("count to 4"))
+    assert prompt <= result["cost_depth"] <= prompt + 6
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+@pytest.mark.parametrize("width", [None, 3])
+def test_a_step_costs_what_the_clock_says(
+    width: int | None, rejection: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that only steps move, and slow first ones, which are not counted."""
+    now, widths = 0.0, set()
+    counts = {"step": 0, "draft": 0, "verify": 0}
+
+    def moved(name: str, seconds: float) -> None:
+        original = getattr(Decoder, name)
+
+        def call(self: Decoder, *arguments: Any, **options: Any) -> Any:
+            nonlocal now
+            counts[name] += 1
+            now += seconds if counts[name] > (2 if name == "step" else 4) else 1000.0
+            made = original(self, *arguments, **options)
+            if name == "draft":
+                widths.add(made.tokens.shape)
+            return made
+
+        monkeypatch.setattr(Decoder, name, call)
+
+    for name, seconds in (("step", 2.0), ("draft", 1.0), ("verify", 4.0)):
+        moved(name, seconds)
+    monkeypatch.setattr(round_costs.time, "perf_counter", lambda: now)
+    decoder = Decoder(_target(), make_drafter("qwen3", dtype=mx.float32))
+    prompts = [prompt["prompt_ids"] for prompt in _trace()[:3]]
+    settings = [Sampling(temperature=1.0, seed=seed) for seed in range(3)]
+    try:
+        costs = round_costs.round_costs(
+            decoder, prompts, settings, repetitions=3, width=width, rejection=rejection
+        )
+    finally:
+        decoder.close()
+    assert costs == {
+        "serial_step_seconds": 2.0,
+        "draft_seconds": 1.0,
+        "verify_seconds": 4.0,
+        "round_seconds": 5.0,
+        "break_even_tau": 2.5,
+        "cost_rows": 3,
+        "cost_depth": round(sum(map(len, prompts)) / 3),
+    }
+    assert counts == {"step": 5, "draft": 10, "verify": 10}
+    assert widths == {(3, 7 if width is None else width)}
+
+
+def test_costs_disturb_nothing_and_can_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"--target {TARGET} --drafter {DRAFTER} --prompts {_prompts(tmp_path)}".split()
+    more = ["--max-tokens", "12", "--rows", "2", "--no-serial", "--json"]
+    results = []
+    for repetitions in ("0", "1"):
+        assert measurement.main([*arguments, *more, "--cost-repetitions", repetitions]) == 0
+        results.append(_last(capsys))
+    without, costs = results
+    assert not [name for name in without if name.endswith("_seconds") or name.startswith("cost")]
+    assert costs["cost_rows"] == 2
+    assert (without["tau"], without["rounds"]) == (costs["tau"], costs["rounds"])
+    with pytest.raises(SystemExit):
+        measurement.main([*arguments, "--cost-repetitions", "-1"])
+    assert "--cost-repetitions is -1" in capsys.readouterr().err
+
+
+def test_help_names_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"--target {TARGET} --drafter {DRAFTER} --prompts {_prompts(tmp_path)} --limit 1"
+    more = "--max-tokens 8 --temperature 1 --acceptance both"
+    assert measurement.main([*arguments.split(), *more.split()]) == 0
+    result = _last(capsys)
+    with pytest.raises(SystemExit):
+        measurement.main(["--help"])
+    words = capsys.readouterr().out.replace(",", " ").replace(":", " ").replace(";", " ").split()
+    assert [name for name in result if name not in (*words, "event", "command")] == []
 
 
 def test_a_drafter_goes_out_in_the_form_it_came_in(tmp_path: Path) -> None:
