@@ -1,11 +1,12 @@
-"""Measuring what verifications and drafts cost, one forward at a time.
+"""Measuring what rounds and drafts cost, one at a time.
 
 Runs on the MLX thread, once for a machine and pair: `scheduler.round_costs` keeps the result.
-A measurement is made of slices, each of one forward, or of one row made ready, so that an engine
+A measurement is made of slices, each of one round, or of one row made ready, so that an engine
 takes them between requests (`scheduler.measuring`). Caches are filled with noise instead of being
 computed, so that a deep context is measured without reading a long prompt. Every figure is the
 least of samples taken in turn over all widths: whatever else runs on the machine only ever adds
-to a sample, and a drift of its speed touches all widths alike. Few rows come first, and are known before more are begun.
+to a sample, and a drift of its speed touches all widths alike. Few rows come first, and are known
+before more are begun.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ DEPTH = 256
 REPEATS = 3
 IDLE_REPEATS = 6
 """Samples that an idle engine takes: they delay nobody, and one table is kept for good."""
+
+_LEAST = 0.01
+"""Of a draft, what a verification counts at least, where noise would make it nothing."""
 
 _DRAFT = 0
 """Stands for a draft where widths are listed."""
@@ -105,9 +109,7 @@ class CostMeasurement:
             return False
         kind = self._kinds[len(self._samples) % len(self._kinds)]
         seconds = (
-            _seconds(_draft, self._state)
-            if kind == _DRAFT
-            else _seconds(_verify, self._state, kind)
+            _seconds(_draft, self._state) if kind == _DRAFT else _seconds(_round, self._state, kind)
         )
         self._samples.append(seconds)
         self.timed += 1
@@ -143,6 +145,12 @@ class CostMeasurement:
         self._samples = []
         del self._left[0]
         draft = by_kind.pop(_DRAFT)
+        # A draft behind a verification shares its wait for the device: together they take less
+        # than one after the other, so what counts is what a draft adds up to with it.
+        by_kind = {
+            width: seconds if width == 1 else max(seconds - draft, draft * _LEAST)
+            for width, seconds in by_kind.items()
+        }
         self._costs.add(
             [
                 MeasuredCost(depth=depth, rows=rows, width=width, seconds=seconds)
@@ -196,6 +204,18 @@ def _verify(state: SpeculativeRows, width: int) -> list[mx.array]:
         return [mx.argmax(state.decode(anchors[:, None]), axis=-1)]
     found = state.verify(anchors, mx.zeros((rows, width - 1), dtype=mx.int32))
     return [found.tokens, found.accepted]
+
+
+def _round(state: SpeculativeRows, width: int) -> list[mx.array]:
+    """What a lane waits for at once: a verification and, behind it, the next draft."""
+    verified = _verify(state, width)
+    if width == 1:
+        return verified
+    tokens, accepted = verified
+    anchors = mx.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
+    starts = mx.array(state.lengths, dtype=mx.int32) + accepted + 1
+    draft = state.draft(anchors, starts=starts, reach=width)
+    return [*verified, *(array for array in draft if array is not None)]
 
 
 def _draft(state: SpeculativeRows) -> list[mx.array]:

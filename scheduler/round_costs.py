@@ -21,7 +21,7 @@ from scheduler.width_policy import CostTable
 
 
 class CostKey(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a measured table depends on."""
+    """All that a measured table depends on; `method` is how it was measured."""
 
     machine: str
     backend: str
@@ -30,6 +30,7 @@ class CostKey(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     drafter: str
     maximum_rows: int
+    method: str = "whole rounds"
 
     @property
     def file_name(self) -> str:
@@ -38,7 +39,8 @@ class CostKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a verification of `rows` rows, `width` wide, behind `depth` tokens."""
+    """Seconds of a verification of `rows` rows, `width` wide, behind `depth` tokens: what it
+    adds to a round beside the draft behind it, or, of width 1, a serial step."""
 
     depth: int
     rows: int

@@ -5,7 +5,8 @@ chained behind the verification on the device, from an anchor and a position tha
 not seen, so a round has one read: tokens, accepted counts and the next drafts' confidences
 together. From those the width of the next verification is chosen. When drafting does not pay
 the rows park: they go on in plain decode, a step ahead of the host like any serial row and at
-its price, and probe again later. They do the same until it is known what rounds cost. Acceptance is coupled unless rejection is asked for.
+its price, and probe again later. They do the same until it is known what rounds cost. Acceptance
+is coupled unless rejection is asked for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The engine's step loop: take messages, choose the next step, run it, send tokens.
 
-Owns the prefill queue, the lanes and the measuring of costs; runs on the process's main thread, which is the only one
-that touches MLX. An exception that one request causes is answered with `Rejected` and the
-others go on; anything else ends the engine, and the daemon replays its requests elsewhere.
+Owns the prefill queue, the lanes and the measuring of costs; runs on the process's main thread,
+which is the only one that touches MLX. An exception that one request causes is answered with
+`Rejected` and the others go on; anything else ends the engine, and the daemon replays its
+requests elsewhere.
 """
 
 from __future__ import annotations
