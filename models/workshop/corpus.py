@@ -9,6 +9,7 @@ tokenizer. Batches are a pure function of (seed, epoch), so a resumed run sees t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,23 +42,29 @@ class Packed(NamedTuple):
 
 
 class Corpus:
-    """All conversations of a folder, in memory.
+    """All conversations of a folder, and of any further ones behind them, in memory.
 
     Conversation i is tokens `starts[i]` to `starts[i + 1]`; shard s, of the name `shards[s]`,
     holds the conversations `shard_starts[s]` to `shard_starts[s + 1]`. All are int64.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises `RunError` when the folder holds no corpus, or a torn one."""
-        try:
-            self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-            self.shards: list[str] = list(self.manifest["shards"])
-            shards = [load_file(folder / name) for name in self.shards]
-        except (OSError, ValueError, KeyError) as error:
-            raise RunError(f"{folder} holds no corpus: {error}. Run regen first") from error
-        if not shards:
-            raise RunError(f"{folder} holds an empty corpus: run regen again")
-        self._folder = folder
+    def __init__(self, folder: Path, *further: Path) -> None:
+        """Raises `RunError` when a folder holds no corpus, or a torn one."""
+        self._manifests: list[dict[str, Any]] = []
+        self._files: list[Path] = []
+        shards = []
+        for one in (folder, *further):
+            try:
+                manifest = json.loads((one / MANIFEST).read_text())
+                files = [one / name for name in manifest["shards"]]
+                shards += [load_file(file) for file in files]
+            except (OSError, ValueError, KeyError) as error:
+                raise RunError(f"{one} holds no corpus: {error}. Run regen first") from error
+            if not files:
+                raise RunError(f"{one} holds an empty corpus: run regen again")
+            self._manifests.append(manifest)
+            self._files += files
+        self.shards = [file.name for file in self._files]
         self._tokens = np.concatenate([shard["tokens"] for shard in shards])
         sizes = np.concatenate([np.diff(shard["starts"]) for shard in shards])
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -97,20 +104,26 @@ class Corpus:
         return np.bincount(answers, minlength=vocabulary_size).astype(np.int64)
 
     def check(self, fingerprint: Mapping[str, str]) -> None:
-        """Raise `RunError` unless a target of this fingerprint wrote the corpus."""
-        for part, mark in fingerprint.items():
-            wrote = self.manifest.get("fingerprint", {}).get(part)
+        """Raise `RunError` unless a target of this fingerprint wrote all of it."""
+        for manifest, (part, mark) in itertools.product(self._manifests, fingerprint.items()):
+            wrote = manifest.get("fingerprint", {}).get(part)
             if wrote != mark:
                 raise RunError(
                     f"the corpus was written with {part} {str(wrote)[:12]}, this is {mark[:12]}: "
                     "run regen with this target"
                 )
 
+    @property
+    def origins(self) -> list[dict[str, Any]]:
+        """Seed, tokens and shards of every folder."""
+        return [
+            {key: manifest.get(key) for key in ("seed", "tokens", "shards")}
+            for manifest in self._manifests
+        ]
+
     def shard_marks(self) -> list[str]:
         """What each shard is known by: the sha256 of its file. Reads all of them."""
-        return [
-            hashlib.sha256((self._folder / name).read_bytes()).hexdigest() for name in self.shards
-        ]
+        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files]
 
     def split(self, held_out: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Indices to train on and the last `held_out`, never trained on."""

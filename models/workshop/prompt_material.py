@@ -77,6 +77,16 @@ OPENINGS: dict[str, tuple[str, ...]] = {
         "Write a solution in Python: given a string",
         "Write a C++ program that",
         "Write a program to find the",
+        "Write a solution to this task, and make sure that it is right:\n```python\n\ndef "
+        '{function}({arguments}):\n    """\n    You are given',
+        "Write a solution to this task, and make sure that it is right:\n```python\n\ndef "
+        '{function}({arguments}):\n    """{task_upper}.\n    For example:\n    * {function}(',
+        "Solve this and check it with the tests:\n```python\nimport math\n\n\ndef "
+        '{function}({arguments}):\n    """\n    Create a function which',
+        "Solve this and check it with the tests:\n```python\n\n\ndef helper(x):\n",
+        "Solve this and check it with the tests:\n```python\n\ndef {function}({arguments}):\n"
+        "    '''\n    Your task is to",
+        '```python\ndef {function}({arguments}):\n    """In this task you need to',
     ),
     "how": (
         "How do I",
@@ -88,6 +98,10 @@ OPENINGS: dict[str, tuple[str, ...]] = {
         "Can you help me",
         "What are the steps to",
         "Make a plan to {skill}",
+        "Design a workflow for",
+        "You have been asked to plan",
+        "I have {n} minutes a day and want to {skill}.",
+        "What would be the best approach to",
     ),
     "explain": (
         "Explain {topic}",
@@ -104,6 +118,12 @@ OPENINGS: dict[str, tuple[str, ...]] = {
         "How does {topic}",
         "Discuss the",
         "What are some examples of",
+        "Describe the process by which {topic}",
+        "Describe the key parts of",
+        "How did {topic} influence",
+        "Give a brief overview of {topic}, then",
+        "What role does {topic} play in",
+        "Explain the reasoning behind",
     ),
     "write": (
         "Write {form} about {theme}",
@@ -116,6 +136,15 @@ OPENINGS: dict[str, tuple[str, ...]] = {
         "Continue the story: {name}",
         "Rewrite the following",
         "Come up with a title for",
+        "Compose an engaging {theme}",
+        "Draft a professional email to",
+        "Write {form} that compares {topic} with",
+        "Write {form} of no more than {m} words about",
+        "Write a persuasive {topic}",
+        "Develop an outline for",
+        "Describe {theme} in a way that",
+        "Write the opening of a novel about {theme}",
+        "Write a dialogue between {role} and {role2} about",
     ),
     "role": (
         "Pretend to be {role}",
@@ -124,6 +153,10 @@ OPENINGS: dict[str, tuple[str, ...]] = {
         "Act as",
         "Answer as {role}:",
         "Let's play a game",
+        "Take on the role of {role} and",
+        "Now you are {role}. Your task is to",
+        "Speak like {role}: what do you think of",
+        "You are {role}, and I am",
     ),
     "extract": (
         "Summarize the following text:",
@@ -136,6 +169,15 @@ OPENINGS: dict[str, tuple[str, ...]] = {
         "Given the table",
         "Find the odd one out:",
         "Turn this into a list:",
+        "Given these categories",
+        "Read the paragraph below and count",
+        "Evaluate these reviews on a scale of 1 to 5:\n1.",
+        "Which word does not belong with the others?",
+        "Identify the",
+        "Suppose that {name} is taller than {other}, and",
+        "Put these facts into a table: {sentence}",
+        "Analyze the following",
+        "From the text below, find all",
     ),
 }
 
@@ -182,8 +224,31 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "I need a short script that {task}. How would you write it?",
         "Write a function in JavaScript that {task}.",
         "Write tests for a Python function that {task}.",
+        "Write a solution to this task, and make sure that it is right:\n```python\n\ndef "
+        '{function}({arguments}):\n    """\n    {task_upper}.\n    It must also work for an empty '
+        "input.\n\n    Examples:\n    >>> {function}({k}, {j})\n    {m}\n    >>> {function}({j}, "
+        '{k})\n    {n}\n    """\n```',
+        "Solve this and check it with the tests:\n```python\n\n\ndef {function2}({arguments}):\n"
+        '    """ A helper that {task2}. """\n\n\ndef {function}({arguments}):\n    """ '
+        '{task_upper}.\n    Use {function2} where it helps.\n    """\n```',
+        "Write a solution to this task, and make sure that it is right:\n```python\n\ndef "
+        "{function}({arguments}):\n    '''\n    {name} likes lists of numbers. Write a function "
+        "that {task}.\n    If nothing is found, return -1.\n    {function}({k}) == {j}\n    "
+        "{function}({m}) == {k}\n    '''\n```",
+        "What does this code do, and how can it be improved?\n```python\ndef {function}(values):\n"
+        "    result = []\n    for i in range(len(values)):\n        if values[i] % {k} == {j}:\n"
+        "            result.append(values[i] + {m})\n    return result\n```",
+        "Write a class in Python with a method `{function}` that {task} and a method `{function2}` "
+        "that {task2}.",
     ),
-    "how": ("How do I {skill}?", "Give me five tips to {skill}.", "Make a weekly plan to {skill}."),
+    "how": (
+        "How do I {skill}?",
+        "Give me five tips to {skill}.",
+        "Make a weekly plan to {skill}.",
+        "I want to {skill}, but I have little time and less than ${n}. What do you suggest?",
+        "Design a plan of {k} steps for somebody who wants to {skill}. Give the key "
+        "considerations of each step.",
+    ),
     "explain": (
         "Explain {topic} in simple terms.",
         "What is {topic}, and why does it matter?",
@@ -191,16 +256,27 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "What is the connection between {topic} and {topic2}?",
         "Compare {topic} with {topic2}.",
         "What are the advantages and disadvantages of {topic}?",
+        "Explain what {topic} is and list {k} examples of how it matters in everyday life.",
+        "Describe the most important steps in the history of {topic}, and what followed from each.",
+        "What would the world be like without {topic}? Discuss work, health and culture.",
     ),
     "write": (
         "Write {form} about {theme}.",
         "Write {form} about {theme} in which {name} meets {other}.",
         "Write {form} that explains {topic}.",
+        "Compose {form} about {theme}, and mention {topic} as well as {sentence}",
+        "Draft a polite email to {role} that asks about {topic} and {theme}. Keep it short.",
+        "Describe {place} on a busy morning, with its sounds, smells and colours.",
+        "Write {form} that begins with this sentence: {sentence}",
+        'Outline a talk about {topic} with the title "{theme}".',
     ),
     "role": (
         "You are {role}. Tell me about {theme}.",
         "Pretend to be {role} and explain {topic}.",
         "Answer as {role}: how would you {skill}?",
+        "You are {role} and meet {role2}. Talk about {topic} and {theme}.",
+        "Take on the role of {role}. I ask: what do you think of {topic}? Answer in a few "
+        "paragraphs.",
     ),
     "extract": (
         "Summarize in one sentence: {sentence} {sentence2}",
@@ -208,6 +284,10 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "Translate into {language}: {sentence}",
         "Rewrite more formally: {sentence}",
         "What question does this text answer? {sentence}",
+        "{sentence} {sentence2}\nHow many numbers are in this text? List them in order.",
+        "Classify each text as good, bad or neutral:\n1. {sentence}\n2. {sentence2}",
+        "{name} is older than {other}. {other} is older than Kim. Who is the youngest? Explain "
+        "your answer.",
     ),
 }
 
@@ -223,11 +303,11 @@ ENDINGS = (
 """What may follow a question of arithmetic."""
 
 WEIGHTS = {
-    "maths": 0.26,
+    "maths": 0.2,
     "code": 0.34,
-    "how": 0.08,
-    "explain": 0.12,
-    "write": 0.10,
-    "role": 0.04,
-    "extract": 0.06,
+    "how": 0.07,
+    "explain": 0.13,
+    "write": 0.13,
+    "role": 0.05,
+    "extract": 0.08,
 }

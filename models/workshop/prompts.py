@@ -14,6 +14,16 @@ from models.workshop.chat_text import ChatText
 from models.workshop.prompt_material import ENDINGS, OPENINGS, QUESTIONS, WEIGHTS
 from models.workshop.prompt_slots import SLOTS
 
+# Slots that hold another entry of a list than the slot of its own name does.
+_SECOND = (
+    ("other", "name"),
+    ("topic2", "topic"),
+    ("sentence2", "sentence"),
+    ("role2", "role"),
+    ("function2", "function"),
+    ("task2", "task"),
+)
+
 
 class Source(enum.IntEnum):
     """How much of a user turn was given."""
@@ -69,7 +79,7 @@ def write(chance: random.Random) -> str:
 def fill(template: str, chance: random.Random) -> str:
     """A template with every slot filled."""
     values: dict[str, object] = {slot: chance.choice(words) for slot, words in SLOTS.items()}
-    for slot, of in (("other", "name"), ("topic2", "topic"), ("sentence2", "sentence")):
+    for slot, of in _SECOND:
         values[slot] = chance.choice([word for word in SLOTS[of] if word != values[of]])
     values["n"] = chance.choice((chance.randint(12, 99), chance.randint(100, 960)))
     values["m"], values["k"] = chance.randint(11, 60), chance.randint(3, 12)

@@ -52,22 +52,32 @@ class Recipe(msgspec.Struct, frozen=True):
         own = [part for part in self.parts if path == part or path.startswith(part + ".")]
         return self.parts[max(own, key=len)] if own else self.bits
 
+    def bits_for(self, path: str, module: nn.Module) -> int | None:
+        """Bits that `module` is to be quantized to, None when it stays as it is.
+
+        Raises `DrafterError` where groups do not fit.
+        """
+        if path.startswith(_NEVER) or not hasattr(module, "to_quantized"):
+            return None
+        bits = self.bits_of(path)
+        if bits == 16:
+            return None
+        inputs = module.weight.shape[-1]
+        if inputs % self.group_size:
+            raise DrafterError(
+                f"{path} has {inputs} inputs, which groups of {self.group_size} do not divide"
+            )
+        return bits
+
 
 def quantize_by_recipe(network: DraftNetwork, recipe: Recipe) -> dict[str, Any]:
     """Quantize `network` in place; returns the record for its `config.json`."""
     overrides: dict[str, Any] = {}
 
     def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if path.startswith(_NEVER) or not hasattr(module, "to_quantized"):
+        bits = recipe.bits_for(path, module)
+        if bits is None:
             return False
-        bits = recipe.bits_of(path)
-        if bits == 16:
-            return False
-        inputs = module.weight.shape[-1]
-        if inputs % recipe.group_size:
-            raise DrafterError(
-                f"{path} has {inputs} inputs, which groups of {recipe.group_size} do not divide"
-            )
         setting = {"group_size": recipe.group_size, "bits": bits}
         if bits != recipe.bits:
             overrides[path] = setting
@@ -75,6 +85,18 @@ def quantize_by_recipe(network: DraftNetwork, recipe: Recipe) -> dict[str, Any]:
 
     nn.quantize(network, recipe.group_size, min(recipe.bits, 8), class_predicate=choose)
     return {"group_size": recipe.group_size, "bits": min(recipe.bits, 8), **overrides}
+
+
+def as_quantized(weight: mx.array, group_size: int, bits: int) -> mx.array:
+    """`weight` [a, b] as it will be once exported, with the gradient of `weight` itself.
+
+    Learning with it (the straight-through estimator, Bengio et al. 2013) finds weights that
+    rounding does not hurt.
+    """
+    packed, scales, biases = mx.quantize(weight, group_size, bits)
+    scales, biases = (part.astype(mx.bfloat16).astype(weight.dtype) for part in (scales, biases))
+    rounded = mx.dequantize(packed, scales, biases, group_size, bits)
+    return weight + mx.stop_gradient(rounded - weight)
 
 
 def stored_weights(network: DraftNetwork) -> dict[str, mx.array]:

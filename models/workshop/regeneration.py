@@ -30,7 +30,7 @@ from models.workshop.generation import Generator, WaveSettings, Written
 from models.workshop.progress import refuse, say
 from models.workshop.prompts import Prefix, PromptDraw
 from models.workshop.run_folder import RunError, fingerprint, versions
-from models.workshop.screening import Screen, Verdict
+from models.workshop.screening import Screen, Verdict, without_loop
 
 
 def read_prompts(files: Iterable[Path]) -> list[str]:
@@ -142,16 +142,19 @@ def _store(
     writer: CorpusWriter,
     counts: Counter[str],
 ) -> int:
-    """Screen a wave and write what is left as a shard; returns its answer tokens."""
+    """Cut loops short, screen a wave, and write what is left as a shard; returns its answer
+    tokens."""
     texts = [""] * len(written)
     if screen.excludes:
         texts = text.decode_all([one.tokens.tolist() for one in written])
     kept = []
     for one, words in zip(written, texts, strict=True):
-        verdict = screen.judge(one.tokens.tolist(), one.answer, words)
+        tokens = without_loop(one.tokens.tolist(), one.answer)
+        verdict = screen.judge(tokens, one.answer, words)
         counts[verdict] += 1
+        counts["cut"] += verdict is Verdict.KEPT and len(tokens) < len(one.tokens)
         if verdict is Verdict.KEPT:
-            kept.append(Conversation(one.tokens.tolist(), one.answer))
+            kept.append(Conversation(tokens, one.answer))
     writer.write(kept, screened=dict(counts))
     return sum(len(conversation.tokens) - conversation.answer for conversation in kept)
 

@@ -15,6 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 _GRAM = 4
+# An answer that says nothing new for so many tokens loops: enough of it to learn that what was
+# repeated goes on.
+_PATIENCE = 48
+_NEWS = 0.25
 _WORDS = re.compile(r"[a-z0-9]+")
 
 
@@ -42,7 +46,7 @@ class Screen:
         excluded: Iterable[str] = (),
         *,
         shortest: int = 14,
-        distinct: float = 0.6,
+        distinct: float = 0.5,
         words: int = 13,
     ) -> None:
         self._shortest, self._distinct, self._words = shortest, distinct, words
@@ -78,14 +82,37 @@ class Screen:
         return [" ".join(words[at : at + size]) for at in range(len(words) - size + 1)]
 
 
+def without_loop(tokens: Sequence[int], answer: int) -> Sequence[int]:
+    """`tokens` up to where the answer, which begins at index `answer`, has long been repeating
+    itself: a quarter of its last 48 4-grams, or less, were new."""
+    body = np.asarray(tokens[answer:], dtype=np.int64)
+    grams = _grams_of(body)
+    if len(grams) < _PATIENCE:
+        return tokens
+    new = np.zeros(len(grams), dtype=np.int64)
+    new[np.unique(grams, return_index=True)[1]] = 1
+    behind = np.concatenate([[0], np.cumsum(new)])
+    news = behind[_PATIENCE:] - behind[:-_PATIENCE]
+    stale = np.flatnonzero(news <= _NEWS * _PATIENCE)
+    if len(stale) == 0:
+        return tokens
+    return tokens[: answer + int(stale[0]) + _PATIENCE + _GRAM - 1]
+
+
 def distinct_share(tokens: NDArray[np.int64]) -> float:
     """How many of the 4-grams of `tokens` are different ones; 1 for a text too short to loop."""
-    count = len(tokens) - _GRAM + 1
-    if count < 16:
+    grams = _grams_of(tokens)
+    if len(grams) < 16:
         return 1.0
+    return len(np.unique(grams)) / len(grams)
+
+
+def _grams_of(tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A hash of every 4 tokens in a row."""
+    count = max(0, len(tokens) - _GRAM + 1)
     grams = np.zeros(count, dtype=np.uint64)
     for shift in range(_GRAM):
         grams = grams * np.uint64(0x9E3779B97F4A7C15) + tokens[shift : shift + count].astype(
             np.uint64
         )
-    return len(np.unique(grams)) / count
+    return grams

@@ -42,6 +42,7 @@ from models.workshop.network import (
 from models.workshop.objective import Losses
 from models.workshop.optimizer import GroupedOptimizer, OptimizerSettings, Parameters, rate_share
 from models.workshop.progress import refuse, say
+from models.workshop.quantization import Recipe
 from models.workshop.run_folder import RunError, RunFolder, fingerprint, versions
 from models.workshop.sequences import train_on_sequences
 from models.workshop.stored_taps import (
@@ -52,12 +53,14 @@ from models.workshop.stored_taps import (
     TapSettings,
     corpus_mark,
 )
+from models.workshop.training_options import parse_options
 from models.workshop.training_step import (
     Inputs,
     TrainingStep,
     finished_weights,
     make_inputs,
     tap_scale,
+    unfinished_weights,
 )
 
 _AGREE = (
@@ -72,6 +75,7 @@ _AGREE = (
     "batch_tokens",
     "longest",
     "held_out",
+    "quantize_aware",
 )
 
 
@@ -81,11 +85,12 @@ class Training:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._folder = RunFolder(options.run)
-        self._corpus = Corpus(options.corpus)
+        self._corpus = Corpus(*options.corpus)
         shape = TargetShape.read(options.target)
         marks = fingerprint(options.target)
         self._corpus.check(marks)
         taps = options.tap_layers or spread_taps(shape.layer_count)
+        recipe = Recipe.parse(options.quantize_aware) if options.quantize_aware else None
         configuration = new_configuration(
             json.loads((options.target / "config.json").read_text()),
             tap_layers=taps,
@@ -99,7 +104,7 @@ class Training:
         )
         check_fit(configuration, shape)
         precision = options.precision or training_precision()
-        marks_of_shards = self._corpus.shard_marks()
+        marks_of_shards, origins = self._corpus.shard_marks(), self._corpus.origins
         settings = TapSettings(
             tap_layers=tuple(taps),
             precision=precision,
@@ -108,7 +113,12 @@ class Training:
         )
         self._stored: StoredTaps | None = None
         if options.stored_taps is not None:
-            folder = Path(options.stored_taps or options.corpus / FOLDER)
+            if len(options.corpus) > 1:
+                raise RunError(
+                    f"--stored-taps are of one corpus, --corpus names {len(options.corpus)}: "
+                    "give one, or leave --stored-taps out"
+                )
+            folder = Path(options.stored_taps or options.corpus[0] / FOLDER)
             self._stored = StoredTaps(folder, self._corpus, settings, marks_of_shards)
         self._settings = OptimizerSettings(
             muon=options.optimizer == "muon",
@@ -119,7 +129,7 @@ class Training:
         self._folder.remember(
             {
                 "fingerprint": marks,
-                "corpus": {k: self._corpus.manifest.get(k) for k in ("seed", "tokens", "shards")},
+                "corpus": origins[0] if len(origins) == 1 else origins,
                 "corpus_mark": corpus_mark(marks_of_shards),
                 "precision": precision,
                 "stored_taps": self._stored is not None,
@@ -132,6 +142,8 @@ class Training:
                 "batch_tokens": options.batch_tokens,
                 "longest": options.longest,
                 "held_out": options.held_out,
+                "quantize_aware": options.quantize_aware,
+                "start_from": str(options.start_from) if options.start_from else None,
                 "steps": options.steps,
                 "seconds": options.seconds,
                 "versions": versions(),
@@ -157,7 +169,7 @@ class Training:
         optimizer = GroupedOptimizer(self._settings, self.parameters)
         self._state = optimizer.initial_state()
         self._step = TrainingStep(
-            self._frozen, self.drafter, optimizer, DTYPES[precision], options.rows
+            self._frozen, self.drafter, optimizer, DTYPES[precision], options.rows, recipe
         )
         self._indices, held_out = self._corpus.split(options.held_out)
         self._held_out = _pieces(held_out, self._rows())
@@ -172,6 +184,8 @@ class Training:
         if self._scale is None:
             first = itertools.islice(self._plan(), 4)
             self._scale = tap_scale(self._taps(indices) for _, indices in first)
+            if options.start_from is not None:
+                self.parameters = unfinished_weights(self.parameters, self._scale)
         started = time.monotonic() - self.elapsed
         saved = time.monotonic()
         last: dict[str, Any] = {}
@@ -317,7 +331,7 @@ class Training:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The step; returns its exit code."""
-    options = _parse(arguments)
+    options = parse_options(arguments)
     try:
         training = Training(options)
         say(
@@ -328,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             taps=list(training.drafter.configuration.tap_layers),
             stored_taps=options.stored_taps is not None,
         )
-        if options.stored_taps is None and (options.corpus / FOLDER / MANIFEST).exists():
+        if options.stored_taps is None and (options.corpus[0] / FOLDER / MANIFEST).exists():
             say("note", message="the corpus has stored taps: --stored-taps reads them")
         result = training.run()
     except (CheckpointError, DrafterError, RunError, OSError, ValueError) as error:
@@ -339,51 +353,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _pieces(indices: NDArray[np.int64], rows: int) -> list[NDArray[np.int64]]:
     return [indices[at : at + rows] for at in range(0, len(indices), rows)]
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m models.workshop.training", description="Train a drafter."
-    )
-    add = parser.add_argument
-    add("--target", type=Path, required=True, help="folder of the target")
-    add("--corpus", type=Path, required=True, help="folder that regen wrote")
-    add("--run", type=Path, required=True, help="run folder, made if need be")
-    add("--resume", action="store_true", help="go on from the run's checkpoint")
-    add(
-        "--stored-taps",
-        nargs="?",
-        const="",
-        metavar="DIR",
-        help="read taps that `taps` wrote, from `taps` in the corpus' folder when DIR is left out",
-    )
-    add("--steps", type=int, default=0, help="end after so many steps")
-    add("--seconds", type=float, default=0.0, help="end after so much wall clock")
-    add("--head", default="vanilla", choices=[str(kind) for kind in HeadKind])
-    add("--tap-layers", type=int, nargs="+", help="target layers from 0; a spread by default")
-    add("--layers", type=int, default=3, help="layers of the drafter")
-    add("--block", type=int, default=7, help="tokens drafted at once")
-    add("--rank", type=int, default=64, help="rank of the Markov head")
-    add("--mask-token", type=int, help="id of a token that text never holds")
-    add("--start-from", type=Path, help="drafter whose weights to begin with")
-    add("--optimizer", default="muon", choices=("muon", "adamw"))
-    add("--rate", type=float, default=6e-4, help="AdamW's peak learning rate")
-    add("--matrix-rate", type=float, default=2e-3, help="Muon's")
-    add("--markov-rate", type=float, default=1e-3, help="AdamW's for the Markov head")
-    add("--anchors", type=int, default=4096, help="anchors a step")
-    add("--batch-tokens", type=int, default=12288, help="tokens a step, padding included")
-    add("--longest", type=int, default=384, help="conversations are cut to so many tokens")
-    add("--rows", type=int, default=4096, help="positions whose logits are held at once")
-    add("--held-out", type=int, default=128, help="conversations kept from training")
-    add("--precision", choices=tuple(DTYPES), help="float32 on the CPU, bfloat16 on a GPU")
-    add("--seed", type=int, default=0)
-    add("--log-every", type=int, default=20, help="steps")
-    add("--evaluate-every", type=int, default=500, help="steps; a multiple of --log-every")
-    add("--save-every", type=float, default=120.0, help="seconds between checkpoints")
-    options = parser.parse_args(arguments)
-    if not options.steps and not options.seconds:
-        parser.error("give --steps or --seconds")
-    return options
 
 
 if __name__ == "__main__":

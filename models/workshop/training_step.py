@@ -2,7 +2,8 @@
 
 Owns nothing between steps: parameters and optimizer state go in and come out by name. Master
 weights are float32; the forward uses a copy in the dtype to compute in, except where sums are
-long or values few (the confidence head, the table of token embeddings).
+long or values few (the confidence head, the table of token embeddings). With a recipe the
+copy is rounded as the drafter will be when it is exported.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from models.workshop.corpus import Packed
 from models.workshop.frozen_target import FrozenTarget
 from models.workshop.objective import Batch, Losses, loss
 from models.workshop.optimizer import GroupedOptimizer, Parameters
+from models.workshop.quantization import Recipe, as_quantized
 
 _FLOAT32 = ("confidence_head", "markov_head.markov_w1")
 Inputs = tuple[mx.array, ...]
@@ -39,7 +41,16 @@ class TrainingStep:
         optimizer: GroupedOptimizer,
         dtype: mx.Dtype,
         rows: int,
+        recipe: Recipe | None = None,
     ) -> None:
+        self._recipe = recipe
+        self._bits: dict[str, int] = {}
+        if recipe is not None:
+            modules: Any = drafter.network.named_modules()
+            for path, module in modules:
+                bits = recipe.bits_for(path, module)
+                if bits is not None:
+                    self._bits[f"{path}.weight"] = bits
         self._frozen, self._drafter, self._optimizer = frozen, drafter, optimizer
         self._dtype, self._rows = dtype, rows
         self._head = frozen.head.astype(dtype)
@@ -60,7 +71,7 @@ class TrainingStep:
         batch = self._batch(tap_scale, inputs)
 
         def total(parameters: Parameters) -> tuple[mx.array, Losses]:
-            losses = self._losses(parameters, batch)
+            losses = self._losses(parameters, tap_scale, batch)
             return losses.total, losses
 
         (_, losses), gradients = mx.value_and_grad(total)(parameters)
@@ -68,19 +79,28 @@ class TrainingStep:
         return moved, after, losses, norm
 
     def _evaluate(self, parameters: Parameters, tap_scale: mx.array, *inputs: mx.array) -> Losses:
-        return self._losses(parameters, self._batch(tap_scale, inputs))
+        return self._losses(parameters, tap_scale, self._batch(tap_scale, inputs))
 
-    def _losses(self, parameters: Parameters, batch: Batch) -> Losses:
+    def _losses(self, parameters: Parameters, tap_scale: mx.array, batch: Batch) -> Losses:
         network = self._drafter.network
         network.update(
             tree_unflatten(
                 [
                     (path, value if path.startswith(_FLOAT32) else value.astype(self._dtype))
-                    for path, value in parameters.items()
+                    for path, value in self._rounded(parameters, tap_scale).items()
                 ]
             )
         )
         return loss(self._drafter, network, batch, self._head, self._rows)
+
+    def _rounded(self, parameters: Parameters, scale: mx.array) -> Parameters:
+        """The parameters as they will be in an exported drafter."""
+        if self._recipe is None:
+            return parameters
+        finished = finished_weights(parameters, scale)
+        for path, bits in self._bits.items():
+            finished[path] = as_quantized(finished[path], self._recipe.group_size, bits)
+        return unfinished_weights(finished, scale)
 
     def _batch(self, tap_scale: mx.array, inputs: Inputs) -> Batch:
         tokens, *blocks = inputs[:_COMPUTED]
@@ -128,3 +148,8 @@ def finished_weights(parameters: Parameters, scale: mx.array) -> Parameters:
     finished: dict[str, Any] = dict(parameters)
     finished["fc.weight"] = parameters["fc.weight"] * scale
     return finished
+
+
+def unfinished_weights(finished: Parameters, scale: mx.array) -> Parameters:
+    """The parameters to train of a drafter's weights: the inverse of `finished_weights`."""
+    return {**finished, "fc.weight": finished["fc.weight"] / scale}
