@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from models.workshop.chat_text import Frame
+from models.workshop.lockstep_attention import lockstep_attention
 from models.workshop.prompts import Prefix
 
 # The phases of a row: reading its prefix or writing its user turn; then one for each forced
@@ -149,7 +150,8 @@ class Generator:
         pending: list[tuple[int, mx.array]] = []
         keys = mx.random.split(mx.random.key(seed * 1_000_003 + wave), settings.longest)
         for position in range(1, settings.longest):
-            logits = self._model(token[:, None], cache=self._caches)[:, 0]
+            with lockstep_attention(self._model):
+                logits = self._model(token[:, None], cache=self._caches)[:, 0]
             token, state = self._choose(
                 logits,
                 live.forced[:, min(position, forced.shape[1] - 1)],
