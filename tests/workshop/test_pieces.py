@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optimizers
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +20,13 @@ from models.workshop.anchors import choose_anchors, make_blocks, valid_anchors
 from models.workshop.corpus import Corpus
 from models.workshop.network import initialise, new_configuration, spread_taps, warm_start
 from models.workshop.objective import head_features
-from models.workshop.optimizer import group_of, rate_share
+from models.workshop.optimizer import StackedMuon, group_of, rate_share
+from models.workshop.quantization import (
+    Recipe,
+    as_quantized,
+    quantize_by_recipe,
+    stored_weights,
+)
 from models.workshop.run_folder import RunError, RunFolder
 from tests.tiny_models import CONFIGURATIONS
 from tests.workshop.corpora import write_corpus
@@ -83,6 +92,73 @@ def test_only_hidden_matrices_are_moved_by_muon() -> None:
     assert group_of("layers.0.input_layernorm.weight", vector) == "other"
     assert group_of("confidence_head.proj.weight", matrix) == "other"
     assert group_of("markov_head.markov_w1.weight", matrix) == "markov"
+
+
+def test_matrices_moved_together_move_as_one_by_one() -> None:
+    """As mlx's own optimizer moves them, the momentum of earlier steps included."""
+    shapes = {"q": (8, 8), "up": (20, 8), "down": (8, 20), "fc": (8, 40), "gate": (20, 8)}
+    parameters = {
+        name: mx.random.normal(shape, key=mx.random.key(number))
+        for number, (name, shape) in enumerate(shapes.items())
+    }
+    alone = optimizers.Muon(learning_rate=0.05, weight_decay=0.0)
+    together = StackedMuon(learning_rate=0.05, weight_decay=0.0)
+    alone.init(parameters)
+    together.init(parameters)
+    expected = actual = parameters
+    for step in range(3):
+        gradients = {
+            name: mx.random.normal(value.shape, key=mx.random.key(100 * step + value.size))
+            for name, value in parameters.items()
+        }
+        expected = alone.apply_gradients(gradients, expected)
+        actual = together.apply_gradients(gradients, actual)
+    for name, value in expected.items():
+        assert mx.allclose(actual[name], value, atol=1e-5), name
+        assert mx.array_equal(together.state[name]["v"], alone.state[name]["v"])
+
+
+def test_a_rounded_weight_is_the_exported_one_and_learns_as_the_whole_one() -> None:
+    network = _network(HeadKind.VANILLA)
+    weight = mx.random.normal((16, 32), key=mx.random.key(4))
+    module = nn.Linear(32, 16, bias=False)
+    module.weight = weight
+    network.fc = module
+    quantize_by_recipe(network, Recipe(4, 32, {"layers": 16, "markov_head": 16}))
+    stored = stored_weights(network)
+    exported = mx.dequantize(
+        stored["fc.weight"],
+        *(stored[f"fc.{part}"].astype(mx.float32) for part in ("scales", "biases")),
+        32,
+        4,
+    )
+    assert mx.allclose(as_quantized(weight, 32, 4), exported, atol=1e-6)
+    assert not mx.allclose(weight, exported, atol=1e-2)
+    ramp = mx.arange(16 * 32).reshape(16, 32)
+    slope = mx.grad(lambda value: (as_quantized(value, 32, 4) * ramp).sum())(weight)
+    assert mx.array_equal(slope, ramp.astype(mx.float32))
+
+
+def test_several_corpora_are_one_behind_the_other(tmp_path: Path) -> None:
+    first, second = write_corpus(tmp_path / "a"), write_corpus(tmp_path / "b")
+    one, both = Corpus(first), Corpus(first, second)
+    assert len(both) == 2 * len(one)
+    assert both.answer_tokens == 2 * one.answer_tokens
+    assert [both[index] for index in range(len(both))] == 2 * [
+        one[index] for index in range(len(one))
+    ]
+    assert both.shard_marks() == 2 * one.shard_marks()
+    assert both.origins == 2 * one.origins
+    both.check(dict(one_fingerprint(first)))
+    with pytest.raises(RunError, match="was written with target"):
+        both.check({"target": "f" * 64})
+    with pytest.raises(RunError, match="holds no corpus"):
+        Corpus(first, tmp_path / "nothing")
+
+
+def one_fingerprint(folder: Path) -> dict[str, str]:
+    manifest: dict[str, dict[str, str]] = json.loads((folder / "manifest.json").read_text())
+    return manifest["fingerprint"]
 
 
 def _network(head: HeadKind) -> DraftNetwork:

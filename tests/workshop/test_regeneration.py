@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from models.workshop import regeneration
 from models.workshop.chat_text import ChatText
 from models.workshop.corpus import Corpus
 from models.workshop.generation import Generator, LockstepCache, WaveSettings
+from models.workshop.lockstep_attention import lockstep_attention
 from models.workshop.prompts import Prefix, PromptDraw, Source, write
-from models.workshop.screening import Screen, Verdict, distinct_share
+from models.workshop.screening import Screen, Verdict, distinct_share, without_loop
 from tests.dspark.pairs import target
 from tests.workshop.corpora import TARGET
 
@@ -90,6 +94,26 @@ def test_leaving_out_rows_that_have_ended_changes_no_greedy_answer(
     assert none == 0 and layers > 0
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma4"])
+def test_heads_that_share_keys_attend_together_as_one_by_one(family: str) -> None:
+    model = target(family)
+    tokens = [mx.array([[3], [8]]), mx.array([[5], [1]]), mx.array([[4], [4]])]
+
+    def logits() -> list[mx.array]:
+        caches = [LockstepCache(4) for _ in model.layers]
+        return [model(token, cache=caches) for token in tokens]
+
+    module = sys.modules[type(model.layers[0].self_attn).__module__]
+    original = module.scaled_dot_product_attention
+    expected = logits()
+    with lockstep_attention(model):
+        assert module.scaled_dot_product_attention is not original
+        actual = logits()
+    assert module.scaled_dot_product_attention is original
+    for one, other in zip(expected, actual, strict=True):
+        assert mx.allclose(one, other, atol=1e-5)
+
+
 def test_a_wave_is_a_function_of_its_seed_and_number() -> None:
     model, text = target("qwen3"), ChatText(TARGET)
     settings = WaveSettings(40, 8, 12, 1.0, (0.7,), 0.0)
@@ -142,6 +166,26 @@ def test_loops_repeats_and_excluded_texts_are_thrown_away() -> None:
     assert screen.judge([1, 2, 3, 4], 2, "nothing") is Verdict.SHORT
     assert screen.judge(lively[1], 2, f"He said: {question.upper()}!") is Verdict.EXCLUDED
     assert screen.judge(lively[2], 2, f"Do so. {instruction}") is Verdict.KEPT
+
+
+def test_a_loop_is_cut_where_it_has_long_been_one() -> None:
+    prompt, told = [1, 2, 3], list(range(100, 180))
+    loop = [7, 8, 9] * 60
+    cut = without_loop(prompt + told + loop, len(prompt))
+    assert list(cut) == (prompt + told + loop)[: len(cut)]
+    assert 30 < len(cut) - len(prompt + told) < 50
+    whole = prompt + told + loop[:30]
+    assert without_loop(whole, len(prompt)) == whole
+    # A repeated sentence within a text is no loop.
+    chorus = prompt + told[:30] + list(range(300, 380)) + told[:30] + list(range(400, 480))
+    assert without_loop(chorus, len(prompt)) == chorus
+    assert without_loop(prompt, 3) == prompt
+
+
+@given(st.lists(st.integers(0, 3), max_size=200))
+def test_what_is_left_of_a_loop_is_its_beginning(body: list[int]) -> None:
+    left = list(without_loop([9, 9, *body], 2))
+    assert left == [9, 9, *body][: len(left)] and len(left) >= min(len(body) + 2, 50)
 
 
 def test_the_share_of_distinct_grams() -> None:

@@ -9,11 +9,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from models.dspark.configuration import TargetShape
 from models.dspark.drafter import Drafter
 from models.dspark.loader import load_drafter
 from models.workshop import training
+from models.workshop.checkpoint_files import write_drafter
+from models.workshop.dequantized import dequantize_network
+from models.workshop.quantization import Recipe, quantize_by_recipe
 from models.workshop.sequences import block_hidden, train_on_sequences
 from models.workshop.training_step import finished_weights
 from tests.dspark.pairs import make_drafter, target
@@ -82,6 +86,43 @@ def test_a_step_of_every_head_lowers_the_loss_and_leaves_a_drafter_that_loads(
     assert len(losses) == 12 and min(losses[-4:]) < losses[0] - 0.05
     drafter = load_drafter(tmp_path / "drafter", target("qwen3"), TargetShape.read(TARGET))
     assert drafter.configuration.head_kind == head
+
+
+def test_a_run_that_starts_from_a_drafter_begins_where_it_stood(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though the projection that it reads has the scale of the taps in it."""
+    assert training.main(_arguments(corpus, tmp_path / "first", "--steps", "12")) == 0
+    end = _result(capsys)[-1]
+    begin = ["--start-from", str(tmp_path / "first" / "drafter"), "--steps", "1"]
+    still = ["--rate", "0", "--matrix-rate", "0", "--markov-rate", "0"]
+    assert training.main(_arguments(corpus, tmp_path / "second", *begin, *still)) == 0
+    start = _result(capsys)[-1]
+    # The stored weights are bfloat16.
+    assert start["held_out_distance"] == pytest.approx(end["held_out_distance"], rel=1e-2)
+
+
+def test_weights_learned_rounded_lose_nothing_when_they_are(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounded = ["--quantize-aware", "2:32,markov_head=16", "--steps", "6"]
+    assert training.main(_arguments(corpus, tmp_path / "run", *rounded)) == 0
+    told = _result(capsys)[-1]["held_out_loss"]
+    drafter = load_drafter(tmp_path / "run" / "drafter", target("qwen3"), TargetShape.read(TARGET))
+    before = drafter.network.layers[0].mlp.up_proj.weight
+    quantize_by_recipe(drafter.network, Recipe.parse("2:32,markov_head=16"))
+    dequantize_network(drafter.network)
+    after = drafter.network.layers[0].mlp.up_proj.weight
+    assert not mx.allclose(before.astype(mx.float32), after.astype(mx.float32), atol=1e-3)
+    write_drafter(
+        tmp_path / "rounded",
+        drafter.configuration,
+        dict(tree_flatten(drafter.network.parameters())),
+    )
+    still = ["--rate", "0", "--matrix-rate", "0", "--markov-rate", "0", "--steps", "1"]
+    begin = ["--start-from", str(tmp_path / "rounded")]
+    assert training.main(_arguments(corpus, tmp_path / "again", *begin, *still)) == 0
+    assert _result(capsys)[-1]["held_out_loss"] == pytest.approx(told, rel=2e-2)
 
 
 def test_other_settings_are_refused_in_the_same_run_folder(
