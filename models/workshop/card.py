@@ -47,9 +47,12 @@ def write_card(
         f"written by the target itself (seed {corpus['seed']}, {corpus['rows']} rows a wave, "
         f"answers at temperatures {corpus['settings']['answer_temperatures']}). Thrown away: "
         + ", ".join(
-            f"{n:,} {why}" for why, n in corpus.get("screened", {}).items() if why != "kept"
+            f"{n:,} {why}"
+            for why, n in corpus.get("screened", {}).items()
+            if why not in ("kept", "cut")
         )
-        + f". Nothing that shares 13 words with {', '.join(corpus['excluded']) or 'nothing'}.",
+        + f". Cut short where they began to loop: {corpus.get('screened', {}).get('cut', 0):,}. "
+        f"Nothing that shares 13 words with {', '.join(corpus['excluded']) or 'nothing'}.",
         "",
         "## Training",
         "",
