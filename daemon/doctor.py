@@ -19,14 +19,16 @@ from pathlib import Path
 
 import msgspec
 
-from daemon.catalog import DEFAULT_MODEL
+from daemon.catalog import DEFAULT_MODEL, resolve
 from daemon.child_process import python_command, python_environment
+from daemon.configuration import Configuration, MemorySection, load
+from daemon.exit_codes import ExitCode, SparklaneError
 from daemon.locations import checkpoint_folder
 from daemon.machine_memory import MachineMemory, read_machine_memory
-from models.checkpoint import CheckpointError, CheckpointFacts, inspect
+from daemon.memory_budget import PlannedModel, has_gpu, needs_with_drafter, settle
+from models.checkpoint import CheckpointError, inspect
 
 _PACKAGES = ("mlx", "mlx-lm", "aiohttp")
-_RUNTIME_BYTES = 400_000_000  # an engine process before it loads anything, and its transients
 _PULL_BYTES = 300_000_000  # the wheel, the GGUF and the checkpoint, at the same time
 _ASK_SECONDS = 60
 
@@ -74,7 +76,7 @@ def examine(cache: Path) -> list[Finding]:
         findings.append(Finding("backend", State.OK, backend + device))
         if backend == "CPU":
             findings += [_blas(engine.blas), _compiler()]
-    findings += [_cache(cache), *_default_model(cache, memory, on_cpu=backend == "CPU")]
+    findings += [_cache(cache), *_default_model(cache, load(None))]
     return findings
 
 
@@ -82,17 +84,6 @@ def worst(findings: list[Finding]) -> State:
     """The most serious state among the findings."""
     states = {finding.state for finding in findings}
     return next((s for s in (State.FAIL, State.WARN) if s in states), State.OK)
-
-
-def needed_bytes(facts: CheckpointFacts, on_cpu: bool) -> int:
-    """What serving one row of full context takes: weights, keys and values, the process.
-
-    On the CPU weights and caches are float32, whatever the checkpoint stores.
-    """
-    weights = facts.float32_bytes if on_cpu else facts.weight_bytes
-    element = 4 if on_cpu else 2
-    kept = facts.kv_bytes_per_token(element) * facts.context_length
-    return weights + kept + facts.kv_window_bytes(element) + _RUNTIME_BYTES
 
 
 def _ask_mlx(cache: Path) -> _Engine | Finding:
@@ -178,7 +169,8 @@ def _cache(cache: Path) -> Finding:
     return Finding("cache folder", State.OK, detail)
 
 
-def _default_model(cache: Path, memory: MachineMemory, on_cpu: bool) -> list[Finding]:
+def _default_model(cache: Path, configuration: Configuration) -> list[Finding]:
+    """The model that is served when nothing is configured, its drafter, and their memory."""
     folder = checkpoint_folder(cache, DEFAULT_MODEL)
     if not folder.exists():
         remedy = f"run: sparklane pull {DEFAULT_MODEL}"
@@ -189,13 +181,49 @@ def _default_model(cache: Path, memory: MachineMemory, on_cpu: bool) -> list[Fin
         remedy = f"remove {folder} and run: sparklane pull {DEFAULT_MODEL}"
         return [Finding("default model", State.FAIL, str(error), remedy)]
     detail = f"{DEFAULT_MODEL}, {facts.precision}, {_size(facts.weight_bytes)}"
-    need = needed_bytes(facts, on_cpu)
-    room = f"needs {_size(need)}, {_size(memory.available)} available"
-    if need <= memory.available:
-        fits = Finding("room for it", State.OK, room)
-    else:
-        fits = Finding("room for it", State.FAIL, room, "stop other programs, or raise the limit")
-    return [Finding("default model", State.OK, detail), fits]
+    section = configuration.models[0]
+    named = section.draft.checkpoint if section.draft is not None else None
+    drafter = resolve(named, cache) if named is not None else None
+    model = PlannedModel(section, facts, drafter)
+    return [Finding("default model", State.OK, detail), *_plan(model, configuration.memory)]
+
+
+def _plan(model: PlannedModel, memory: MemorySection) -> list[Finding]:
+    """What `serve` would do with the memory there is: the same plan, and the same refusals."""
+    try:
+        drafter = _drafter(model) if model.drafter is not None else ""
+        settled = settle([model], memory)
+    except SparklaneError as error:
+        if error.exit_code is ExitCode.CHECKPOINT:
+            remedy = "reinstall sparklane"
+            return [Finding("default drafter", State.FAIL, str(error), remedy)]
+        remedy = "stop other programs, or raise the limit"
+        return [Finding("room for it", State.FAIL, str(error), remedy)]
+    findings = []
+    if settled.left_out is not None:
+        detail = f"{drafter}; served without it: {settled.left_out}"
+        remedy = "free memory, for faster answers"
+        findings.append(Finding("default drafter", State.WARN, detail, remedy))
+    elif drafter:
+        findings.append(Finding("default drafter", State.OK, drafter))
+    ((plan, cost),) = settled.plans
+    longest = min(cost.longest(1, plan.kv_budget), model.facts.context_length)
+    room = (
+        f"needs {_size(plan.total - plan.kv_budget)} and up to {_size(plan.kv_budget)} for texts "
+        f"of up to {longest} tokens; {plan.limit.source} leaves {_size(plan.limit.bytes)}"
+    )
+    return [*findings, Finding("room for it", State.OK, room)]
+
+
+def _drafter(model: PlannedModel) -> str:
+    """Which one it is, and what it adds to the model's memory."""
+    on_gpu = has_gpu()
+    alone = needs_with_drafter(model._replace(drafter=None), on_gpu=on_gpu)
+    both = needs_with_drafter(model, on_gpu=on_gpu)
+    weights = both.weight_bytes - alone.weight_bytes
+    context = both.kv_cost.bytes_per_token - alone.kv_cost.bytes_per_token
+    assert model.section.draft is not None
+    return f"{model.section.draft.checkpoint}, {_size(weights)} and {context} bytes a token of text"
 
 
 def _size(count: int) -> str:

@@ -55,7 +55,10 @@ class DraftSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = True
     speculation: Annotated[
         SpeculationMode,
-        Meta(description="`auto` drafts where it pays, `always` whatever it costs, `off` never."),
+        Meta(
+            description="`auto` drafts where it pays, `always` whatever it costs (whole blocks "
+            "under `rejection`), `off` never."
+        ),
     ] = SpeculationMode.AUTO
     maximum_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,

@@ -55,12 +55,21 @@ class PlannedModel(NamedTuple):
     drafter: Path | None = None
 
 
+class SettledPlans(NamedTuple):
+    """The models as they can be served, and their plans, in the same order. `left_out` says why
+    drafters that came with models are not among them, None = nothing is left out."""
+
+    models: list[PlannedModel]
+    plans: list[tuple[MemoryPlan, KvCost]]
+    left_out: str | None = None
+
+
 def plan_models(
     models: Sequence[PlannedModel], memory: MemorySection
 ) -> list[tuple[MemoryPlan, KvCost]]:
     """The plans of all models together, in their order."""
     on_gpu = has_gpu()
-    needs = [_needs_of(model, on_gpu=on_gpu) for model in models]
+    needs = [needs_with_drafter(model, on_gpu=on_gpu) for model in models]
     limit = memory_limit(on_gpu=on_gpu)
     if memory.limit_bytes is not None:
         limit = MemoryLimit(memory.limit_bytes, "memory.limit_bytes")
@@ -71,23 +80,30 @@ def plan_models(
     return [(plan, need.kv_cost) for plan, need in zip(plans, needs, strict=True)]
 
 
-def plan_with_drafters(
-    models: Sequence[PlannedModel], memory: MemorySection
-) -> tuple[list[PlannedModel], list[tuple[MemoryPlan, KvCost]]]:
-    """The models as they can be served, and their plans.
+def settle(models: Sequence[PlannedModel], memory: MemorySection) -> SettledPlans:
+    """How the models can be served.
 
     A drafter that came with a model and drafts where it pays is left out when memory has no room
     for it: nobody asked for it. Whatever else does not fit is refused.
     """
     try:
-        return list(models), plan_models(models, memory)
+        return SettledPlans(list(models), plan_models(models, memory))
     except SparklaneError as error:
         plain = [_without_given_drafter(model) for model in models]
         if error.exit_code is not ExitCode.CONFIGURATION or plain == list(models):
             raise
-        plans = plan_models(plain, memory)
-        log.warning("served without the drafter that came with the model: %s", error)
-        return plain, plans
+        return SettledPlans(plain, plan_models(plain, memory), str(error))
+
+
+def plan_with_drafters(
+    models: Sequence[PlannedModel], memory: MemorySection
+) -> tuple[list[PlannedModel], list[tuple[MemoryPlan, KvCost]]]:
+    """The models as they can be served, and their plans: what `settle` finds, with a line in
+    the log for what is left out."""
+    settled = settle(models, memory)
+    if settled.left_out is not None:
+        log.warning("served without the drafter that came with the model: %s", settled.left_out)
+    return settled.models, settled.plans
 
 
 def _without_given_drafter(model: PlannedModel) -> PlannedModel:
@@ -120,7 +136,8 @@ def model_needs(section: ModelSection, facts: CheckpointFacts, *, on_gpu: bool) 
     )
 
 
-def _needs_of(model: PlannedModel, *, on_gpu: bool) -> MemoryNeeds:
+def needs_with_drafter(model: PlannedModel, *, on_gpu: bool) -> MemoryNeeds:
+    """What a model and its drafter, if it has one, ask for together."""
     needs = model_needs(model.section, model.facts, on_gpu=on_gpu)
     draft = model.section.draft
     if model.drafter is None or draft is None:

@@ -166,7 +166,7 @@ class SpeculativeLane:
         rows, block = self._rows, self._state.block_size
         limits = [row.maximum - row.produced - 1 if to_the_end else block for row in rows]
         depth = max(self._state.lengths)
-        if self._settings.threshold > 0 or not any(self._survival):
+        if self._settings.fixed_lengths or not any(self._survival):
             # By the threshold the forecast is cut already; without drafts there is no choice.
             lengths = [min(len(s), n) for s, n in zip(self._survival, limits, strict=True)]
             return WidthChoice(

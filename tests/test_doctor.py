@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from daemon import doctor
-from daemon.catalog import DEFAULT_MODEL
-from daemon.doctor import Finding, State, examine, needed_bytes, worst
+from daemon.catalog import DEFAULT_MODEL, EMBEDDED_DRAFTERS
+from daemon.configuration import MemorySection, load
+from daemon.doctor import Finding, State, examine, worst
+from daemon.exit_codes import SparklaneError
 from daemon.machine_memory import MachineMemory, read_machine_memory
+from daemon.memory_budget import PlannedModel, plan_models
 from models.checkpoint import inspect
 
 
@@ -26,6 +30,7 @@ def test_a_machine_with_the_default_model_is_well(smollm2: Path, cache: Path) ->
     assert rows["default model"] == Finding(
         "default model", State.OK, f"{DEFAULT_MODEL}, 4-bit, 98 MB"
     )
+    assert rows["default drafter"].detail.startswith(f"{DEFAULT_MODEL}-drafter, ")
     assert rows["room for it"].detail.startswith("needs ")
     for name in ("mlx", "mlx-lm", "aiohttp"):
         assert rows[name].state is State.OK
@@ -82,16 +87,44 @@ def test_the_worst_state_counts() -> None:
     assert worst([rows[State.OK], rows[State.FAIL], rows[State.WARN]]) is State.FAIL
 
 
-def test_room_is_arithmetic(smollm2: Path) -> None:
-    facts = inspect(smollm2)
-    kept = 2 * 30 * 3 * 64 * 8192
-    runtime = doctor._RUNTIME_BYTES
-    assert needed_bytes(facts, on_cpu=True) == 4 * 134_515_008 + 4 * kept + runtime
-    assert needed_bytes(facts, on_cpu=False) == 98_346_240 + 2 * kept + runtime
-    scarce = MachineMemory(10**9, 10**9, "the machine")
-    rows = doctor._default_model(smollm2.parent.parent, scarce, on_cpu=True)
-    assert rows[-1].state is State.FAIL
-    assert rows[-1].detail == "needs 1.3 GB, 1.0 GB available"
+@pytest.mark.parametrize("gpu", [False, True])
+def test_room_is_what_serve_plans(
+    smollm2: Path, gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every amount of memory: with the drafter, without it, or not at all, as `serve` is."""
+    for module in ("daemon.doctor", "daemon.memory_budget"):
+        monkeypatch.setattr(f"{module}.has_gpu", lambda: gpu)
+    defaults, cache = load(None), smollm2.parent.parent
+    facts, section = inspect(smollm2), defaults.models[0]
+    drafter = EMBEDDED_DRAFTERS[f"{DEFAULT_MODEL}-drafter"]
+    both, alone = PlannedModel(section, facts, drafter), PlannedModel(section, facts)
+
+    def serves(model: PlannedModel, memory: MemorySection) -> bool:
+        try:
+            plan_models([model], memory)
+        except SparklaneError:
+            return False
+        return True
+
+    seen = set()
+    for megabytes in range(400, 2600, 20):
+        memory = MemorySection(limit_bytes=megabytes * 10**6)
+        configuration = msgspec.structs.replace(defaults, memory=memory)
+        rows = by_check(doctor._default_model(cache, configuration))
+        expected = (serves(alone, memory), serves(both, memory))
+        seen.add(expected)
+        room, draft = rows["room for it"], rows.get("default drafter")
+        assert (room.state is State.OK) == expected[0]
+        assert (draft is not None and draft.state is State.OK) == expected[1]
+        if draft is None:
+            assert "memory.limit_bytes leaves" in room.detail
+            continue
+        assert ("served without it: not enough memory" in draft.detail) == (not expected[1])
+        ((plan, _),) = plan_models([both if expected[1] else alone], memory)
+        assert f"needs {doctor._size(plan.total - plan.kv_budget)} " in room.detail
+        # 3 heads of 64 in 3 layers, in the precision of the target's cache.
+        assert f"{2 * 3 * 3 * 64 * (2 if gpu else 4)} bytes a token" in draft.detail
+    assert seen == {(False, False), (True, False), (True, True)}
 
 
 GIGABYTE = 10**9

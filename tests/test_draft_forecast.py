@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from models.calibration import Calibration
 from models.checkpoint import inspect
@@ -17,6 +19,7 @@ from models.sampling_settings import Sampling
 from models.taps import Taps
 from models.target import Target
 from scheduler.draft_forecast import DraftForecast
+from scheduler.forecast_correction import ForecastCorrection
 from scheduler.round_costs import CostKey, CostRecord, MeasuredCost, RoundCosts
 from scheduler.row import Row
 from scheduler.speculative_lane import SpeculationSettings, SpeculativeLane
@@ -70,6 +73,51 @@ def test_without_calibration_what_was_accepted_counts() -> None:
         forecast.observe(1, 3, 0)
     after = forecast.survival(1, LOGITS, 0.0)
     assert forecast.learns and after[0] < before[0] / 2
+
+
+def test_a_rows_calibrated_forecast_is_corrected_by_what_its_drafts_proved_worth() -> None:
+    forecast = DraftForecast(3, RECORD)
+    before = forecast.survival(1, LOGITS, 0.0)
+    for _ in range(10):
+        for name, accepted in ((1, 0), (2, 3)):
+            forecast.survival(name, LOGITS, 0.0)
+            forecast.observe(name, 3, accepted)
+    bad, good = (forecast.survival(name, LOGITS, 0.0) for name in (1, 2))
+    assert bad[0] < 0.7 * before[0] and good == pytest.approx(before)
+    for name in (1, 2):
+        forecast.forget(name)
+    # Whoever comes next starts from all rows; after another text, from the calibration.
+    assert bad[0] < forecast.survival(3, LOGITS, 0.0)[0] <= before[0]
+    for _ in range(40):
+        forecast.survival(4, LOGITS, 0.0)
+        forecast.observe(4, 3, 0)
+    assert forecast.learns and forecast.survival(5, LOGITS, 0.0)[0] < 0.7 * before[0]
+    forecast.another_text()
+    assert not forecast.learns
+    assert forecast.survival(6, LOGITS, 0.0) == pytest.approx(before)
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(0.0, 1.0), min_size=1, max_size=7).flatmap(
+            lambda chances: st.tuples(st.just(chances), st.integers(0, len(chances)))
+        ),
+        max_size=60,
+    ),
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=7),
+)
+def test_a_correction_takes_away_and_never_adds(
+    rounds: list[tuple[list[float], int]], chances: list[float]
+) -> None:
+    correction = ForecastCorrection()
+    for conditional, accepted in rounds:
+        correction.observe(np.cumprod(conditional).tolist(), accepted)
+        assert 0.0 <= correction.ratio <= 1.0
+    survival = np.cumprod(chances)
+    corrected = np.array(correction.corrected(survival.tolist()))
+    assert (corrected <= survival + 1e-12).all() and (np.diff(corrected) <= 1e-12).all()
+    with pytest.raises(ValueError, match="2 drafts accepted of 1"):
+        correction.observe([0.5], 2)
 
 
 class _Recorder(DraftForecast):

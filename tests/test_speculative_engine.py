@@ -219,6 +219,32 @@ def test_what_speculation_did_is_told(engine: EngineClient) -> None:
         assert record.drafted <= record.width - 1
 
 
+@pytest.mark.parametrize("cap", [None, 3])
+def test_rejection_that_always_speculates_verifies_whole_blocks(
+    family: str, cap: int | None, tmp_path: Path
+) -> None:
+    """On these pairs no draft pays, so an early stop would never admit one."""
+    drafted = configure(family, rejection=True, maximum_draft_tokens=cap)
+    with running_engine(tmp_path, drafted) as client:
+        client.until_ready()
+        expected = client.run(submit(1, PROMPTS[0], max_tokens=40, lane=LaneChoice.SERIAL))[1][0]
+        client.send(submit(1, PROMPTS[0], max_tokens=40))
+        tokens: list[int] = []
+        found: list[tuple[int, int]] = []
+        for step in client.steps():
+            left = 40 - len(tokens)
+            tokens += [token for output in step.outputs for token in output.tokens]
+            if step.round is not None:
+                found.append((step.round.drafted, min(cap or 7, left - 1)))
+            if any(output.finish for output in step.outputs):
+                break
+    assert tokens == expected
+    # The first round gives the row its first token, and its first drafts.
+    assert found[0][0] == 0
+    assert [drafts for drafts, _ in found[1:]] == [most for _, most in found[1:]]
+    assert len(found) < 40
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantized_drafter_changes_no_word(family: str, bits: int, tmp_path: Path) -> None:
     with running_engine(tmp_path, configure(family, bits=bits)) as client:

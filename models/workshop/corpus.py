@@ -181,10 +181,46 @@ class CorpusWriter:
             "answer_tokens": 0,
         }
 
+    @classmethod
+    def resuming(
+        cls,
+        folder: Path,
+        facts: Mapping[str, Any],
+        vocabulary_size: int,
+        must_agree: Sequence[str],
+    ) -> CorpusWriter:
+        """Go on with the corpus in `folder`, whose manifest must say what `facts` says in the
+        fields named. Raises `RunError` when it does not, or cannot be read."""
+        try:
+            stored = json.loads((folder / MANIFEST).read_text())
+        except (OSError, ValueError) as error:
+            raise RunError(f"{folder} holds no corpus to go on with: {error}") from error
+        for field in must_agree:
+            # As the file would say it: tuples are lists there.
+            given = json.loads(json.dumps(facts[field]))
+            if stored.get(field) != given:
+                raise RunError(
+                    f"{folder / MANIFEST}: the corpus has {field} {stored.get(field)!r}, now it is "
+                    f"{given!r}: go on as it was begun, or write to another folder"
+                )
+        writer = cls(folder, facts, vocabulary_size)
+        writer._manifest = stored
+        return writer
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """What the manifest says, or will when something is written."""
+        return self._manifest
+
     def write(self, conversations: Sequence[Conversation], **facts: Any) -> None:
-        """Add a shard, and `facts` to the manifest."""
-        if not conversations:
-            return
+        """Add a shard, unless there are no conversations, and `facts` to the manifest."""
+        if conversations:
+            self._add_shard(conversations)
+        self._manifest.update(facts)
+        if conversations or facts:
+            write_json(self._folder / MANIFEST, self._manifest)
+
+    def _add_shard(self, conversations: Sequence[Conversation]) -> None:
         name = f"shard-{len(self._manifest['shards']):05d}.safetensors"
         sizes = [len(conversation.tokens) for conversation in conversations]
         arrays = {
@@ -199,8 +235,6 @@ class CorpusWriter:
         self._manifest["conversations"] += len(conversations)
         self._manifest["tokens"] += sum(sizes)
         self._manifest["answer_tokens"] += sum(sizes) - int(arrays["answers"].sum())
-        self._manifest.update(facts)
-        write_json(self._folder / MANIFEST, self._manifest)
 
 
 def width_of(sizes: NDArray[Any], longest: int) -> NDArray[np.int64]:

@@ -4,12 +4,16 @@ Run as `python -m models.workshop.regeneration --target DIR --out DIR`, in a pro
 own. User turns come from `--prompts`, or are the target's own, from nothing but the header of
 a turn or a few words behind it. Waves of conversations are written until there are
 `--answer-tokens` of them, or `--seconds` are over; after every wave a shard is on disk. The
-same seed and rows give the same corpus on the same device. Exits with 2 when it cannot begin.
+same seed and rows give the same corpus on the same device. With `--resume` it goes on behind the
+last wave on disk, and the corpus is the one that a run without a break writes; `--seconds` are
+those of one run, the other two count from the beginning. Exits with 2 when it cannot begin, as in
+a folder that holds a corpus already.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import sys
@@ -24,13 +28,16 @@ import mlx.core as mx
 from models.checkpoint import CheckpointError
 from models.target import Target
 from models.workshop.chat_text import ChatText
-from models.workshop.corpus import Conversation, CorpusWriter
+from models.workshop.corpus import MANIFEST, Conversation, Corpus, CorpusWriter
 from models.workshop.frozen_target import training_precision
 from models.workshop.generation import Generator, WaveSettings, Written
 from models.workshop.progress import refuse, say
 from models.workshop.prompts import Prefix, PromptDraw
 from models.workshop.run_folder import RunError, fingerprint, versions
 from models.workshop.screening import Screen, Verdict, without_loop
+
+_MUST_AGREE = ("fingerprint", "seed", "rows", "settings", "material", "versions")
+"""What a wave depends on besides its number, and how it is screened."""
 
 
 def read_prompts(files: Iterable[Path]) -> list[str]:
@@ -48,19 +55,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The step; returns its exit code."""
     options = _parse(arguments)
     try:
-        screen = Screen(read_prompts(options.exclude))
+        _refuse_to_overwrite(options)
+        excluded = read_prompts(options.exclude)
         given = read_prompts([options.prompts]) if options.prompts else []
         text = ChatText(options.target)
         target = Target.load(options.target, training_precision())
-        result = _write(options, target, text, screen, given)
+        result = _write(options, target, text, excluded, given)
     except (CheckpointError, RunError, OSError, ValueError) as error:
         return refuse(f"cannot write training data: {error}")
     say("result", command="regen", corpus=str(options.out), **result)
     return 0
 
 
+def _refuse_to_overwrite(options: argparse.Namespace) -> None:
+    if (options.out / MANIFEST).exists() and not options.resume:
+        raise RunError(
+            f"{options.out} holds a corpus already: go on with it by --resume, or name another "
+            "folder with --out"
+        )
+
+
 def _write(
-    options: argparse.Namespace, target: Target, text: ChatText, screen: Screen, given: list[str]
+    options: argparse.Namespace,
+    target: Target,
+    text: ChatText,
+    excluded: list[str],
+    given: list[str],
 ) -> dict[str, object]:
     settings = WaveSettings(
         longest=options.longest,
@@ -71,22 +91,22 @@ def _write(
     draw = PromptDraw(text, options.seed, given=given)
     stops = frozenset(target.facts.stop_tokens) or frozenset({text.frame.after[0]})
     generator = Generator(target.model, text.frame, stops, settings)
-    writer = CorpusWriter(
-        options.out,
-        {
-            "fingerprint": fingerprint(options.target),
-            "seed": options.seed,
-            "rows": options.rows,
-            "settings": settings._asdict(),
-            "prompts": str(options.prompts) if options.prompts else None,
-            "excluded": [file.name for file in options.exclude],
-            "versions": versions(),
-        },
-        target.vocabulary_size,
-    )
-    say("start", command="regen", rows=options.rows, seed=options.seed)
-    counts: Counter[str] = Counter()
-    started, answered = time.monotonic(), 0
+    screen = Screen(excluded)
+    facts = {
+        "fingerprint": fingerprint(options.target),
+        "seed": options.seed,
+        "rows": options.rows,
+        "settings": settings._asdict(),
+        "prompts": str(options.prompts) if options.prompts else None,
+        "excluded": [file.name for file in options.exclude],
+        # Files may change, or be the same under other names.
+        "material": hashlib.sha256(json.dumps([given, excluded]).encode()).hexdigest(),
+        "versions": versions(),
+    }
+    writer, done, unseen = _begin(options.out, facts, target.vocabulary_size, screen)
+    say("start", command="regen", rows=options.rows, seed=options.seed, wave=done)
+    counts: Counter[str] = Counter(writer.manifest.get("screened", {}))
+    started, answered = time.monotonic(), writer.manifest["answer_tokens"] - unseen
     waves: list[float] = []
 
     def prefixes_of(wave: int) -> list[Prefix]:
@@ -96,9 +116,10 @@ def _write(
     # While the device writes a wave, the one before is screened and stored, and the prefixes of
     # the one behind it are drawn.
     with ThreadPoolExecutor(1) as pool:
-        storing: Future[int] | None = None
-        drawing = pool.submit(prefixes_of, 0)
-        for wave in itertools.count():
+        storing: Future[int] = Future()
+        storing.set_result(unseen)
+        drawing = pool.submit(prefixes_of, done)
+        for wave in itertools.count(done):
             begun = time.monotonic()
             # A wave that would not be finished in time is not begun.
             late = begun - started + (max(waves) if waves else 0.0) > options.seconds > 0
@@ -108,10 +129,9 @@ def _write(
             prefixes = drawing.result()
             drawing = pool.submit(prefixes_of, wave + 1)
             written = list(generator.write(prefixes, options.seed, wave))
-            if storing is not None:
-                answered += storing.result()
+            answered += storing.result()
             waves.append(time.monotonic() - begun)
-            storing = pool.submit(_store, written, screen, text, writer, counts)
+            storing = pool.submit(_store, wave, written, screen, text, writer, counts)
             elapsed = time.monotonic() - started
             say(
                 "progress",
@@ -126,8 +146,7 @@ def _write(
                 peak_memory=mx.get_peak_memory(),
                 screened=dict(counts),
             )
-        if storing is not None:
-            answered += storing.result()
+        answered += storing.result()
     return {
         "answer_tokens": answered,
         "seconds": round(time.monotonic() - started, 1),
@@ -135,7 +154,26 @@ def _write(
     }
 
 
+def _begin(
+    folder: Path, facts: dict[str, object], vocabulary_size: int, screen: Screen
+) -> tuple[CorpusWriter, int, int]:
+    """Where to write, how many waves are there already, and the answer tokens of the last one.
+
+    Whether there are enough is asked before the last wave is stored: a run that goes on must ask
+    the same.
+    """
+    if not (folder / MANIFEST).exists():
+        return CorpusWriter(folder, facts, vocabulary_size), 0, 0
+    writer = CorpusWriter.resuming(folder, facts, vocabulary_size, _MUST_AGREE)
+    if writer.manifest["shards"]:
+        corpus = Corpus(folder)
+        for index in range(len(corpus)):
+            screen.remember(*corpus[index])
+    return writer, writer.manifest["waves"], writer.manifest["last_wave_answer_tokens"]
+
+
 def _store(
+    wave: int,
     written: list[Written],
     screen: Screen,
     text: ChatText,
@@ -155,8 +193,9 @@ def _store(
         counts["cut"] += verdict is Verdict.KEPT and len(tokens) < len(one.tokens)
         if verdict is Verdict.KEPT:
             kept.append(Conversation(tokens, one.answer))
-    writer.write(kept, screened=dict(counts))
-    return sum(len(conversation.tokens) - conversation.answer for conversation in kept)
+    answered = sum(len(conversation.tokens) - conversation.answer for conversation in kept)
+    writer.write(kept, screened=dict(counts), waves=wave + 1, last_wave_answer_tokens=answered)
+    return answered
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -177,6 +216,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--answer-length", type=int, default=256, help="tokens of an answer")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="of the answers")
     add("--seed", type=int, default=0)
+    add("--resume", action="store_true", help="go on with the corpus that --out holds, if any")
     options = parser.parse_args(arguments)
     if not (options.answer_tokens or options.seconds or options.waves):
         parser.error("give --answer-tokens, --seconds or --waves")

@@ -68,13 +68,17 @@ class Screen:
             return Verdict.SHORT
         if distinct_share(body) < self._distinct:
             return Verdict.LOOP
-        mark = hashlib.blake2b(body[:48].tobytes(), digest_size=8).digest()
+        mark = _mark(body)
         if mark in self._seen:
             return Verdict.REPEATED
         if self._banned and not self._banned.isdisjoint(self._grams(text)):
             return Verdict.EXCLUDED
         self._seen.add(mark)
         return Verdict.KEPT
+
+    def remember(self, tokens: Sequence[int], answer: int) -> None:
+        """Take a conversation for one that has been let through, as when it was judged."""
+        self._seen.add(_mark(np.asarray(tokens[answer:], dtype=np.int64)))
 
     def _grams(self, text: str) -> list[str]:
         words = _WORDS.findall(text.lower())
@@ -105,6 +109,11 @@ def distinct_share(tokens: NDArray[np.int64]) -> float:
     if len(grams) < 16:
         return 1.0
     return len(np.unique(grams)) / len(grams)
+
+
+def _mark(body: NDArray[np.int64]) -> bytes:
+    """What an answer is known by: its beginning."""
+    return hashlib.blake2b(body[:48].tobytes(), digest_size=8).digest()
 
 
 def _grams_of(tokens: NDArray[np.int64]) -> NDArray[np.uint64]:

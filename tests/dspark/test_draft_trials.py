@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,12 +155,70 @@ def test_where_drafts_cost_nothing_much_the_bound_is_not_met() -> None:
     assert not lane.trials.parked and lane.rounds >= 99
 
 
-def test_a_calibrated_forecast_is_believed_whatever_is_lost() -> None:
-    one = [1.0] * BLOCK
-    calibration = Calibration(temperatures=one, rounds=9, error_before=one, error_after=one)
-    lane = OneRow(costs_of(*CPU), calibration, confidence=6.0)
-    lane.text([0] * 60)
-    assert not lane.trials.parked and lane.rounds >= 57
-    doubtful = OneRow(costs_of(*CPU), calibration, confidence=-6.0)
+ONES = [1.0] * BLOCK
+CALIBRATION = Calibration(temperatures=ONES, rounds=9, error_before=ONES, error_after=ONES)
+PENNIES = ([20.0] * 8, 1.0)
+
+
+def believing(prices: tuple[list[float], float], chance: float) -> OneRow:
+    """A lane whose drafter gives every draft the same chance."""
+    return OneRow(costs_of(*prices), CALIBRATION, confidence=math.log(chance / (1 - chance)))
+
+
+@pytest.mark.parametrize(
+    "prices", [CPU, STEEP, FLAT, PENNIES], ids=["cpu", "steep", "flat", "pennies"]
+)
+@pytest.mark.parametrize("chance", [0.75, 0.9, 0.99])
+@pytest.mark.parametrize("good", [0, 200])
+def test_a_forecast_that_is_all_wrong_settles_at_the_serial_speed(
+    prices: tuple[list[float], float], chance: float, good: int
+) -> None:
+    """Nothing is accepted any more, from the beginning on or behind a text that paid."""
+    before = believing(prices, chance).text([BLOCK] * good + [0] * 400)
+    lane = believing(prices, chance)
+    after = lane.text([BLOCK] * good + [0] * 2400)
+    serial = lane.table.serial_seconds(1)
+    assert 2000 * serial >= 0.98 * (after - before)
+    paid = believing(prices, chance).text([BLOCK] * good) if good else 0.0
+    # What was lost until then: the longer, the more was known in the drafter's favour.
+    assert before - paid - 400 * serial <= (16 if good == 0 else 72) * serial
+    assert lane.trials.parked
+
+
+def test_a_doubted_forecast_is_tried_again_and_believed_again() -> None:
+    lane = believing(CPU, 0.9)
+    serial = lane.table.serial_seconds(1)
+    alone = believing(CPU, 0.9).text([5] * 1000)
+    assert alone < 0.6 * 1000 * serial
+    lane.text([0] * 300)
+    assert lane.trials.parked and lane.forecast.learns
+    assert lane.text([5] * 1000) < 1.02 * alone
+    both = believing(CPU, 0.9)
+    seconds = both.text([0] * 300 + [5] * 1500)
+    assert not both.trials.parked and not both.forecast.learns
+    assert seconds < 300 * serial + 0.8 * 1500 * serial
+
+
+@pytest.mark.parametrize("prices", [CPU, FLAT], ids=["cpu", "flat"])
+@pytest.mark.parametrize("chance", [0.7, 0.85])
+def test_a_forecast_that_is_right_loses_next_to_nothing_by_the_correction(
+    prices: tuple[list[float], float], chance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side with a forecast that is believed whatever happens."""
+    random = np.random.default_rng(0)
+    texts = [(random.geometric(1 - chance, 200) - 1).clip(0, BLOCK).tolist() for _ in range(100)]
+
+    def seconds() -> float:
+        lane = believing(prices, chance)
+        return sum(lane.text(accepted) for accepted in texts)
+
+    corrected = seconds()
+    monkeypatch.setattr("scheduler.forecast_correction.PRIOR_DRAFTS", 1e12)
+    believed = seconds()
+    assert corrected < 1.02 * believed
+
+
+def test_a_calibrated_forecast_of_nothing_is_believed_at_once() -> None:
+    doubtful = believing(CPU, 0.01)
     doubtful.text([0] * 60)
     assert doubtful.trials.parked and doubtful.rounds == 0

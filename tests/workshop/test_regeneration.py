@@ -148,6 +148,88 @@ def test_the_step_writes_a_corpus_that_can_be_read(
         assert tuple(conversation.tokens[: conversation.answer]) in asked
 
 
+def _regenerate(folder: Path, prompts: Path, *further: str) -> int:
+    small = "--rows 9 --longest 48 --answer-length 16"
+    arguments = f"--target {TARGET} --out {folder} --prompts {prompts} {small}"
+    return regeneration.main([*arguments.split(), *further])
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in range(9)))
+    return file
+
+
+@pytest.mark.parametrize("temperatures", [("0.0", "1.0"), ("0.0",)])
+def test_a_run_that_is_gone_on_with_writes_the_corpus_of_one_without_a_break(
+    temperatures: tuple[str, ...],
+    tmp_path: Path,
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At temperature 0 every answer behind the first wave is a repeat, so nothing is kept."""
+    options = ("--temperatures", *temperatures)
+    assert _regenerate(tmp_path / "whole", prompts, *options, "--waves", "4") == 0
+    write, begun = Generator.write, []
+
+    def interrupted(generator: Generator, prefixes: Any, seed: int, wave: int) -> Any:
+        begun.append(wave)
+        if begun.count(2) == 1 and wave == 2:
+            raise KeyboardInterrupt
+        return write(generator, prefixes, seed, wave)
+
+    monkeypatch.setattr(Generator, "write", interrupted)
+    parts = tmp_path / "parts"
+    # There is nothing yet to go on with: it begins.
+    with pytest.raises(KeyboardInterrupt):
+        _regenerate(parts, prompts, *options, "--waves", "4", "--resume")
+    assert _regenerate(parts, prompts, *options, "--waves", "4", "--resume") == 0
+    assert begun == [0, 1, 2, 2, 3]
+    assert _content(parts) == _content(tmp_path / "whole")
+    shards = len(json.loads((parts / "manifest.json").read_text())["shards"])
+    assert shards == (1 if temperatures == ("0.0",) else 4)
+
+
+def test_enough_is_enough_wherever_the_break_was(tmp_path: Path, prompts: Path) -> None:
+    enough = ("--answer-tokens", "150")
+    assert _regenerate(tmp_path / "whole", prompts, *enough) == 0
+    whole = _content(tmp_path / "whole")
+    waves = json.loads(whole["manifest.json"])["waves"]
+    assert waves >= 3
+    for done in range(1, waves + 1):
+        folder = tmp_path / f"parts{done}"
+        assert _regenerate(folder, prompts, "--waves", str(done)) == 0
+        assert _regenerate(folder, prompts, *enough, "--resume") == 0
+        assert _content(folder) == whole
+
+
+def test_a_corpus_is_neither_overwritten_nor_gone_on_with_in_another_way(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "corpus"
+    assert _regenerate(folder, prompts, "--waves", "1") == 0
+    before = _content(folder)
+    capsys.readouterr()
+
+    def refusal(file: Path, *further: str) -> str:
+        assert _regenerate(folder, file, "--waves", "2", *further) == 2
+        assert _content(folder) == before
+        return "".join(capsys.readouterr())
+
+    assert "holds a corpus already: go on with it by --resume" in refusal(prompts)
+    assert "has seed 0, now it is 1" in refusal(prompts, "--resume", "--seed", "1")
+    assert "has rows 9, now it is 8" in refusal(prompts, "--resume", "--rows", "8")
+    assert "'longest': 48" in refusal(prompts, "--resume", "--longest", "47")
+    assert "has material" in refusal(prompts, "--resume", "--exclude", str(prompts))
+    prompts.write_text(json.dumps({"prompt": "another"}) + "\n")
+    assert "has material" in refusal(prompts, "--resume")
+
+
 def test_questions_are_many_and_leave_no_slot_open() -> None:
     questions = [write(random.Random(index)) for index in range(2000)]
     assert len(set(questions)) > 1500
