@@ -1,9 +1,12 @@
 """Measuring what rounds and drafts cost, one at a time.
 
 Runs on the MLX thread, once for a machine and pair: `scheduler.round_costs` keeps the result.
-A measurement is made of slices, each of one round, or of one row made ready, so that an engine
-takes them between requests (`scheduler.measuring`). Caches are filled with noise instead of being
-computed, so that a deep context is measured without reading a long prompt. Every figure is the
+A measurement is made of slices, each of one evaluation on the device, so that an engine takes them
+between requests (`scheduler.measuring`): one that arrives waits for what is being evaluated and no
+more. That cannot be made less, because a round is timed whole: the widest of many rows is the
+longest wait, 0.45 s for 8 rows of 8 tokens with the default pair on two cores. Caches are filled
+with noise instead of being computed, so that a deep context is measured without reading a long
+prompt. Every figure is the
 least of samples taken in turn over all widths: whatever else runs on the machine only ever adds
 to a sample, and a drift of its speed touches all widths alike. Few rows come first, and are known
 before more are begun.
@@ -75,6 +78,8 @@ class CostMeasurement:
         self.total = len(wanted) * self._turns
         self.timed = self.total - len(self._left) * self._turns
         self._state: SpeculativeRows | None = None
+        # A row of noise that has been made and is not among the others yet.
+        self._made: SpeculativeRows | None = None
         self._depth = 0
         self._settled = False
         self._samples: list[float] = []
@@ -93,14 +98,17 @@ class CostMeasurement:
     @property
     def holds_noise(self) -> bool:
         """Whether there is noise in memory."""
-        return self._state is not None
+        return self._state is not None or self._made is not None
 
     def run_slice(self) -> bool:
-        """Time one forward, or make ready one row for it. True when with it all is known about
-        one depth and row count."""
+        """Time one forward, or make or join one row for it: one evaluation on the device. True
+        when with it all is known about one depth and row count."""
         depth, rows = self._left[0]
+        if self._made is not None:
+            self._join(self._made)
+            return False
         if self._state is None or len(self._state) < rows or self._depth != depth:
-            self._add_row(depth)
+            self._make_row(depth)
             return False
         if not self._settled:
             # The first forward behind new rows makes their caches grow.
@@ -120,20 +128,25 @@ class CostMeasurement:
 
     def release(self) -> None:
         """Free the noise. What has been timed is kept."""
-        if self._state is not None:
-            self._state = None
+        if self.holds_noise:
+            self._state, self._made = None, None
             mx.clear_cache()
 
-    def _add_row(self, depth: int) -> None:
+    def _make_row(self, depth: int) -> None:
         if self._depth != depth:
             self._state, self._depth = None, depth
         row = SpeculativeRows(self._target, self._drafter, self._taps)
         row.fill_with_noise(1, depth)
         if self._state is None:
-            self._state = row
+            self._state, self._settled = row, False
         else:
-            self._state.join(row)
-            mx.eval(self._state.batch.state(), self._state.context.state())
+            self._made = row
+
+    def _join(self, row: SpeculativeRows) -> None:
+        assert self._state is not None
+        self._made = None
+        self._state.join(row)
+        mx.eval(self._state.batch.state(), self._state.context.state())
         self._settled = False
 
     def _close(self, depth: int, rows: int) -> None:
