@@ -199,24 +199,32 @@ def test_logprobs_are_those_of_the_serial_lane(engine: EngineClient) -> None:
         assert speculative.logprob == pytest.approx(serial.logprob, abs=1e-5)
 
 
-def test_what_speculation_did_is_told(engine: EngineClient) -> None:
-    engine.send(submit(1, PROMPTS[0], max_tokens=40))
-    records = []
-    for step in engine.steps():
-        if step.round is not None:
-            records.append(step.round)
-        if any(output.finish for output in step.outputs):
-            break
+def test_what_speculation_did_is_told(family: str, tmp_path: Path) -> None:
+    """By a fixed rule, which measured times have no part in: any confidence is enough."""
+    prompt, most, block = TRACES[family][0]["prompt_ids"], 40, 7
+    sure = configure(family, confidence_threshold=1e-9)
+    records, tokens = [], []
+    with running_engine(tmp_path, sure) as client:
+        client.until_ready()
+        client.send(submit(1, prompt, max_tokens=most))
+        for step in client.steps():
+            if step.round is not None:
+                records.append(step.round)
+            tokens += [token for output in step.outputs for token in output.tokens]
+            if any(output.finish for output in step.outputs):
+                break
     (output,) = step.outputs
     speculation = output.speculation
     assert speculation is not None
     assert speculation.rounds == len(records)
     assert speculation.drafted == sum(record.drafted for record in records)
     assert speculation.accepted == sum(record.accepted for record in records) > 0
+    assert len(tokens) == most == speculation.accepted + speculation.rounds
+    # Behind the prompt nothing is drafted yet; at the end no more than can still be said.
+    assert [record.drafted for record in records[:2]] == [0, block]
     for record in records:
         assert sum(record.accepted_by_position) == record.accepted
-        # At a row's end the cheapest rectangle may be wider than what the row can still use.
-        assert record.drafted <= record.width - 1
+        assert record.drafted <= record.width - 1 <= block
 
 
 @pytest.mark.parametrize("cap", [None, 3])
