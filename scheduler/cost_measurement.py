@@ -6,10 +6,9 @@ between requests (`scheduler.measuring`): one that arrives waits for what is bei
 more. That cannot be made less, because a round is timed whole: the widest of many rows is the
 longest wait, 0.45 s for 8 rows of 8 tokens with the default pair on two cores. Caches are filled
 with noise instead of being computed, so that a deep context is measured without reading a long
-prompt. Every figure is the
-least of samples taken in turn over all widths: whatever else runs on the machine only ever adds
-to a sample, and a drift of its speed touches all widths alike. Few rows come first, and are known
-before more are begun.
+prompt. Every figure is the least of samples taken in turn over all widths: whatever else runs on
+the machine only ever adds to a sample, and a drift of its speed touches all widths alike. Few rows
+come first, and are known before more are begun.
 """
 
 from __future__ import annotations

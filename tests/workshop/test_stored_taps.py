@@ -228,7 +228,8 @@ def test_a_shard_of_other_taps_is_refused_and_written_again(
     """Of the right shape even: the same conversations in another order."""
     _store(capsys, corpus)
     conversations = Corpus(corpus)
-    writer = CorpusWriter(tmp_path / "other", conversations.manifest, 512)
+    facts = json.loads((corpus / "manifest.json").read_text())
+    writer = CorpusWriter(tmp_path / "other", facts, 512)
     for first in (0, 12):
         writer.write([conversations[index] for index in reversed(range(first, first + 12))])
     _store(capsys, tmp_path / "other")
