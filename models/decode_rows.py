@@ -7,10 +7,12 @@ can run on either.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, Self
 
 import mlx.core as mx
 
+from models.packed_prompts import read_packed
 from models.row_batch import RowBatch
 from models.target import Target
 
@@ -29,6 +31,10 @@ class DecodeRows(Protocol):
 
     def prefill(self, tokens: mx.array) -> None:
         """Read a chunk of a prompt, int32 [1, W], commit it and wait for the device."""
+
+    def prefill_with(self, others: Sequence[Self], prompts: Sequence[Sequence[int]]) -> None:
+        """Read whole prompts in one forward, the first into this row and one into each of
+        `others`, all of length 0; commit them and wait for the device."""
 
     def decode(self, tokens: mx.array) -> mx.array:
         """Run one token of each row, int32 [R, 1], and commit it: logits [R, 1, V]."""
@@ -60,15 +66,24 @@ class TargetRows:
         """Read a chunk of a prompt, int32 [1, W], commit it and wait for the device."""
         self._target.prefill(tokens, self.batch)
 
+    def prefill_with(self, others: Sequence[Self], prompts: Sequence[Sequence[int]]) -> None:
+        """Read whole prompts in one forward, the first into this row and one into each of
+        `others`, all of length 0; commit them and wait for the device."""
+        batches = [rows.batch for rows in (self, *others)]
+        layout = read_packed(self._target, prompts, batches)
+        for batch, length in zip(batches, layout.lengths, strict=True):
+            batch.advance([length])
+        mx.eval([batch.state() for batch in batches])
+
     def decode(self, tokens: mx.array) -> mx.array:
         """Run one token of each row, int32 [R, 1], and commit it: logits [R, 1, V]."""
         logits = self._target.forward(tokens, self.batch)
         self.batch.advance([1] * len(self.batch))
         return logits
 
-    def join(self, other: TargetRows) -> None:
-        """Append the rows of `other`, which is empty afterwards."""
-        self.batch.join(other.batch)
+    def join(self, *others: TargetRows) -> None:
+        """Append the rows of `others`, which are empty afterwards."""
+        self.batch.join(*(other.batch for other in others))
 
     def leave(self, row: int) -> int | None:
         """Remove a row; the last one takes its place. Returns that one's old index, or None."""

@@ -19,6 +19,9 @@ from models.row_positions import RowPositions
 class FullCache:
     """Keys and values of one layer. `offset` is an int for one row and int32 [R] for more."""
 
+    window: int | None = None
+    """How many positions a query sees: all."""
+
     def __init__(self, positions: RowPositions) -> None:
         self._positions = positions
         self._keys = RowBuffer()
@@ -75,12 +78,13 @@ class FullCache:
     def commit(self, counts: list[int]) -> None:
         """Called before the lengths grow by `counts`: nothing is to be done here."""
 
-    def append(self, other: FullCache, longest: int) -> None:
-        """Take over the rows of `other`; `longest` is the longest row of both."""
+    def append(self, other: FullCache, longest: int, room: int) -> None:
+        """Take over the rows of `other`; `longest` is the longest row of the batch to be, which
+        will have `room` rows."""
         rows, count = len(self._positions.lengths), len(other._positions.lengths)
         slots = slot_capacity(longest)
-        self._keys.append(rows, other._keys, count, slots)
-        self._values.append(rows, other._values, count, slots)
+        self._keys.append(rows, other._keys, count, slots, room)
+        self._values.append(rows, other._values, count, slots, room)
 
     def keep(self, rows: list[int], longest: int) -> None:
         """Keep `rows` in that order, the longest of them `longest` tokens."""

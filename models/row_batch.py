@@ -91,20 +91,23 @@ class RowBatch:
             cache.commit(counts)
         self._positions.change([a + b for a, b in zip(self.lengths, counts, strict=True)])
 
-    def join(self, other: RowBatch) -> None:
-        """Append the rows of `other`, which is empty afterwards.
+    def join(self, *others: RowBatch) -> None:
+        """Append the rows of `others`, which are empty afterwards.
 
-        A forward that is not committed is forgotten, here and in `other`.
+        A forward that is not committed is forgotten, here and in `others`. Several at once are
+        cheaper than one by one: the batch grows once.
         """
-        if other is self or len(other.caches) != len(self.caches) or other.block != self.block:
-            raise ValueError("only another batch of the same model and block can join")
-        joined = self.lengths + other.lengths
-        longest = max(joined, default=0)
-        for own, theirs in zip(self.caches, other.caches, strict=True):
-            own.append(theirs, longest)  # type: ignore[arg-type]
-            theirs.keep([], 0)
-        self._positions.change(joined)
-        other._positions.change([])
+        for other in others:
+            if other is self or len(other.caches) != len(self.caches) or other.block != self.block:
+                raise ValueError("only another batch of the same model and block can join")
+        lengths = [*self.lengths, *(length for other in others for length in other.lengths)]
+        longest, room = max(lengths, default=0), len(lengths)
+        for other in others:
+            for own, theirs in zip(self.caches, other.caches, strict=True):
+                own.append(theirs, longest, room)  # type: ignore[arg-type]
+                theirs.keep([], 0)
+            self._positions.change(self.lengths + other.lengths)
+            other._positions.change([])
 
     def leave(self, row: int) -> int | None:
         """Remove a row; the last row moves into its place.

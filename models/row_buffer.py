@@ -75,8 +75,11 @@ class RowBuffer:
         self.array = mx.put_along_axis(self.array, slots, values, axis=2)
         return self.array
 
-    def append(self, rows: int, other: RowBuffer, count: int, slots: int) -> None:
-        """Put `other`'s first `count` rows behind the first `rows`, `slots` slots of each."""
+    def append(self, rows: int, other: RowBuffer, count: int, slots: int, room: int) -> None:
+        """Put `other`'s first `count` rows behind the first `rows`, `slots` slots of each.
+
+        Where the buffer must grow it grows to `room` rows, so that others follow at no cost.
+        """
         if other.array is None and self.array is None:
             return
         if rows == 0 and other.array is not None:
@@ -85,7 +88,7 @@ class RowBuffer:
             return
         like = other.array if other.array is not None else self.array
         assert like is not None
-        array = self.reserve(rows + count, slots, like)
+        array = self.reserve(room, slots, like)
         held = array.shape[2]
         if other.array is None:
             piece = mx.zeros((count, self.heads, held, self.dim), array.dtype)

@@ -23,7 +23,7 @@ class SlidingCache:
 
     def __init__(self, positions: RowPositions, window: int, block: int) -> None:
         self._positions = positions
-        self._window = window
+        self.window = window
         self._block = block
         self._ring = window + block
         self._keys = RowBuffer()
@@ -41,7 +41,7 @@ class SlidingCache:
         """What the next `width` queries of each row may see: None, "causal", or a bool array
         of [R, 1, W, S] (one row and a long chunk: [W, S])."""
         positions = self._positions
-        window = min(window_size or self._window, self._window)
+        window = min(window_size or self.window, self.window)
         one = len(positions.lengths) == 1
         if one and positions.longest + width <= window and not return_array:
             return None if width == 1 else "causal"
@@ -74,7 +74,7 @@ class SlidingCache:
         grown = [length + count for length, count in zip(positions.lengths, counts, strict=True)]
         slots = self._slots_for(max(grown))
         index = positions.once(
-            ("sliding commit", slots, self._ring, self._window),
+            ("sliding commit", slots, self._ring, self.window),
             lambda: self._time_order(mx.array(grown, dtype=mx.int32), slots),
         )
         for buffer, held in zip((self._keys, self._values), self._aside, strict=True):
@@ -82,13 +82,14 @@ class SlidingCache:
             array[:rows, :, :slots] = mx.take_along_axis(held, index, axis=2)
         self._aside = []
 
-    def append(self, other: SlidingCache, longest: int) -> None:
-        """Take over the rows of `other`; `longest` is the longest row of both."""
+    def append(self, other: SlidingCache, longest: int, room: int) -> None:
+        """Take over the rows of `other`; `longest` is the longest row of the batch to be, which
+        will have `room` rows."""
         self._aside = []
         rows, count = len(self._positions.lengths), len(other._positions.lengths)
         slots = self._slots_for(longest)
-        self._keys.append(rows, other._keys, count, slots)
-        self._values.append(rows, other._values, count, slots)
+        self._keys.append(rows, other._keys, count, slots, room)
+        self._values.append(rows, other._values, count, slots, room)
 
     def keep(self, rows: list[int], longest: int) -> None:
         """Keep `rows` in that order, the longest of them `longest` tokens."""
@@ -128,7 +129,7 @@ class SlidingCache:
 
     def _past(self) -> int:
         """Entries before a chunk held aside that its first query can see, in the longest row."""
-        return min(self._positions.longest, self._window - 1)
+        return min(self._positions.longest, self.window - 1)
 
     def _update(self, buffer: RowBuffer, new: mx.array) -> mx.array:
         positions = self._positions

@@ -192,7 +192,7 @@ class Bench:
         for row in _rows(rows):
             piece = SyntheticRows(self.target, self.drafter, self.taps)
             piece.fill_with_noise(1, DEPTH)
-            lane.join(row, piece, 0)
+            lane.join([row], [piece], [0])
         return lane
 
     def round_seconds(self, rows: int, width: int) -> float:

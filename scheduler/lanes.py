@@ -7,6 +7,7 @@ can those that ask for the serial lane.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -79,15 +80,18 @@ class Lanes:
             return TargetRows(self._target)
         return self._pair.new_rows()
 
-    def join(self, prompt: Prompt) -> list[Output]:
-        """Take in a row whose prompt has been read. Returns what steps in flight still said."""
-        anchor = prompt.tokens[-1]
-        if isinstance(prompt.rows, SpeculativeRows):
-            assert self._speculative is not None
-            return self._speculative.join(prompt.row, prompt.rows, anchor)
-        assert isinstance(prompt.rows, TargetRows)
-        self._serial_rows.join(prompt.rows)
-        self._serial.add([prompt.row], mx.array([[anchor]], dtype=mx.int32))
+    def join(self, prompts: Sequence[Prompt]) -> list[Output]:
+        """Take in rows whose prompts have been read, all for one lane. Returns what steps in
+        flight still said."""
+        rows = [prompt.row for prompt in prompts]
+        anchors = [prompt.tokens[-1] for prompt in prompts]
+        drafting = [one.rows for one in prompts if isinstance(one.rows, SpeculativeRows)]
+        if drafting:
+            assert self._speculative is not None and len(drafting) == len(prompts)
+            return self._speculative.join(rows, drafting, anchors)
+        plain = [prompt.rows for prompt in prompts if isinstance(prompt.rows, TargetRows)]
+        self._serial_rows.join(*plain)
+        self._serial.add(rows, mx.array(anchors, dtype=mx.int32)[:, None])
         return []
 
     def cancel(self, request_id: int) -> bool:

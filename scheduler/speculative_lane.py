@@ -90,23 +90,26 @@ class SpeculativeLane:
         """Whether the probe of the last step, if it was one, showed that drafting pays again."""
         return self._trials.probe_paid
 
-    def join(self, row: Row, rows: SpeculativeRows, anchor: int) -> list[Output]:
-        """Take over a prefilled one-row `rows` whose next input is the token `anchor`.
+    def join(
+        self, rows: Sequence[Row], states: Sequence[SpeculativeRows], anchors: Sequence[int]
+    ) -> list[Output]:
+        """Take over prefilled `states` of one row each, whose next inputs are `anchors`.
 
         Returns what a step in flight had still to say.
         """
         outputs = self._unpark()
         if not self._rows:
             self._trials.another_text()
-        self._state.join(rows)
-        token = mx.array([anchor], dtype=mx.int32)
-        self._anchors = token if self._anchors is None else mx.concatenate([self._anchors, token])
+        self._state.join(*states)
+        added = mx.array(list(anchors), dtype=mx.int32)
+        self._anchors = added if self._anchors is None else mx.concatenate([self._anchors, added])
         if self._draft is not None:
-            self._draft = _with_empty_row(self._draft)
-        # It has no drafts yet: its first round gives it its first token.
-        self._survival.append([])
-        self._rows.append(row)
-        self._tallies[row.request_id] = Tally()
+            self._draft = _with_empty_rows(self._draft, len(rows))
+        for row in rows:
+            # It has no drafts yet: its first round gives it its first token.
+            self._survival.append([])
+            self._rows.append(row)
+            self._tallies[row.request_id] = Tally()
         return outputs
 
     def cancel(self, request_id: int) -> bool:
@@ -370,13 +373,13 @@ class SpeculativeLane:
         return Output(output.request_id, output.tokens, output.finish, output.logprobs, speculation)
 
 
-def _with_empty_row(draft: Draft) -> Draft:
-    """The draft with one more row, of tokens that will not be verified."""
+def _with_empty_rows(draft: Draft, count: int) -> Draft:
+    """The draft with `count` more rows, of tokens that will not be verified."""
 
     def grow(array: mx.array | None) -> mx.array | None:
         if array is None:
             return None
-        return mx.pad(array, [(0, 1)] + [(0, 0)] * (array.ndim - 1))
+        return mx.pad(array, [(0, count)] + [(0, 0)] * (array.ndim - 1))
 
     tokens = grow(draft.tokens)
     assert tokens is not None

@@ -8,7 +8,10 @@ requests elsewhere.
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
+from collections.abc import Sequence
 
 from models.backend import memory_counters
 from models.target import Target
@@ -26,10 +29,12 @@ from scheduler.messages import (
     StepKind,
     Submit,
 )
-from scheduler.prefill import PrefillQueue, Prompt
+from scheduler.prefill import GroupFailed, PrefillQueue, Prompt
 from scheduler.row import Row
 from scheduler.speculation import Pair
 from scheduler.step_policy import Decision, StepPolicy, Turn
+
+log = logging.getLogger("sparklane.engine")
 
 
 class StepLoop:
@@ -136,9 +141,10 @@ class StepLoop:
         if self._measuring is not None:
             self._measuring.make_way([*self._needs(), row.need])
         tokens = submit.prompt + submit.produced
-        prompt = self._prefill.add(row, tokens, self._lanes.rows_for(row, submit.lane))
+        new_rows = functools.partial(self._lanes.rows_for, row, submit.lane)
+        prompt = self._prefill.add(row, tokens, new_rows)
         if prompt.tokens_left == 0:
-            self._join(prompt)
+            self._join([prompt])
 
     def _check(self, submit: Submit) -> None:
         """Refuse what would break the step for everybody."""
@@ -156,9 +162,10 @@ class StepLoop:
                     f"prompt token {token} is outside the vocabulary of {vocabulary} tokens"
                 )
 
-    def _join(self, prompt: Prompt) -> None:
-        self._prefill.remove(prompt.row.request_id)
-        outputs = self._lanes.join(prompt)
+    def _join(self, prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts:
+            self._prefill.remove(prompt.row.request_id)
+        outputs = self._lanes.join(prompts)
         if outputs:
             self._report_decode(LaneStep(StepKind.SERIAL, 0, 0, outputs))
 
@@ -168,7 +175,7 @@ class StepLoop:
             case Turn.DECODE:
                 self._decode()
             case Turn.PREFILL:
-                self._read_prompt(decision)
+                self._read_prompts(decision)
             case Turn.IDLE if self._lanes.busy:
                 self._report_decode(self._lanes.finish_flights())
 
@@ -194,31 +201,42 @@ class StepLoop:
         )
         return seconds
 
-    def _read_prompt(self, decision: Decision) -> None:
+    def _read_prompts(self, decision: Decision) -> None:
         if self._lanes.busy:
             # Tokens that are ready must not wait for the chunk.
             self._report_decode(self._lanes.finish_flights())
-        request_id = decision.request_id
-        try:
-            prompt = self._prefill.read(request_id, decision.tokens)
-        except (ValueError, TypeError) as error:
-            self._prefill.remove(request_id)
-            self._link.send(Rejected(request_id, f"the prompt cannot be read: {error}"))
+        prompts = self._read(decision)
+        if not prompts:
             return
         seconds = self._lap()
         self._policy.observe_prefill(decision.tokens, seconds)
-        first = prompt.read == decision.tokens
-        if prompt.tokens_left == 0:
-            self._join(prompt)
+        first = len(prompts) > 1 or prompts[0].read == decision.tokens
+        if prompts[0].tokens_left == 0:
+            # Several have been read whole.
+            self._join(prompts)
         self._report(
             Step(
                 kind=StepKind.PREFILL,
                 seconds=seconds,
-                rows=1,
+                rows=len(prompts),
                 tokens=decision.tokens,
-                started=[request_id] if first else [],
+                started=list(decision.request_ids) if first else [],
             )
         )
+
+    def _read(self, decision: Decision) -> list[Prompt]:
+        """The prompts that have got on; none when that failed."""
+        request_id, *others = decision.request_ids
+        try:
+            if others:
+                return self._prefill.read_together(decision.request_ids)
+            return [self._prefill.read(request_id, decision.tokens)]
+        except GroupFailed as error:
+            log.warning("%s", error)
+        except (ValueError, TypeError) as error:
+            self._prefill.remove(request_id)
+            self._link.send(Rejected(request_id, f"the prompt cannot be read: {error}"))
+        return []
 
     def _lap(self) -> float:
         """Seconds since the last step ended: steps overlap, laps do not."""

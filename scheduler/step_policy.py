@@ -1,11 +1,12 @@
-"""Which step the engine takes next, and how many prompt tokens a prefill chunk reads.
+"""Which step the engine takes next, and which prompt tokens a prefill chunk reads.
 
 Pure: given what waits and what was measured, it returns a decision. It runs on the engine's
 MLX thread and cannot fail. Two promises are kept here. Decode is never starved: reading prompts
 earns its time from decode steps, twice theirs, and more, up to eightfold, when more prompts
 wait than rows decode, because a step of few rows costs what one of many does. A short prompt
 never waits behind a long one: the prompt with the fewest tokens left goes first, yet every
-`OLDEST_EVERY`-th chunk goes to the oldest, so the long one gets on.
+`OLDEST_EVERY`-th chunk goes to the oldest, so the long one gets on. A chunk that reads a short
+prompt to its end takes others along, whole, as far as the time allows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from scheduler.read_groups import WaitingPrompt, group_of
 
 CHUNK_QUANTUM = 16
 """Chunks are multiples of this many tokens, so that few shapes occur."""
@@ -29,6 +32,11 @@ MOST_WAITING_PER_ROW = 4.0
 """From how many prompts for each decoding row on that ratio no longer grows; and by what
 factor a chunk may take longer while no row decodes, where it delays arrivals only."""
 
+COMPANY = 2.5
+"""By what factor a chunk may take longer still when prompts are read together and no row decodes.
+It bounds how long a prompt's first token waits for the company: at the default
+`prefill_milliseconds` such a chunk takes a second at most."""
+
 PACE_MEMORY = 0.7
 """Weight of the past in the running estimate of prefill speed."""
 
@@ -42,19 +50,14 @@ class Turn(enum.Enum):
 
 
 @dataclass(frozen=True)
-class WaitingPrompt:
-    """A prompt being read: how many tokens are left. Listed in order of arrival."""
-
-    request_id: int
-    tokens_left: int
-
-
-@dataclass(frozen=True)
 class Decision:
-    """The next step. `request_id` and `tokens` are set for a prefill only."""
+    """The next step. The others are set for a prefill only.
+
+    One of `request_ids` reads its next `tokens`; several are read whole, `tokens` together.
+    """
 
     turn: Turn
-    request_id: int = -1
+    request_ids: tuple[int, ...] = ()
     tokens: int = 0
 
 
@@ -109,8 +112,14 @@ class StepPolicy:
             prompt = prompts[0]
         else:
             prompt = min(prompts, key=lambda waiting: waiting.tokens_left)
-        tokens = min(prompt.tokens_left, self.pace.chunk(budget))
-        return Decision(Turn.PREFILL, prompt.request_id, tokens)
+        chunk = self.pace.chunk(budget)
+        together = chunk if decoding_rows else self.pace.chunk(budget * COMPANY)
+        members = group_of(prompt, prompts, together)
+        if len(members) == 1:
+            tokens = min(prompt.tokens_left, chunk)
+        else:
+            tokens = sum(one.tokens_left for one in prompts if one.request_id in members)
+        return Decision(Turn.PREFILL, tuple(members), tokens)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """A chunk of `tokens` took `seconds`."""

@@ -24,6 +24,7 @@ from scheduler.messages import (
     Ready,
     Rejected,
     Step,
+    StepKind,
     Submit,
     ToEngine,
 )
@@ -37,10 +38,16 @@ class EngineClient:
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         self.process = process
         self.connection = connection
+        self.most_read_together = 0
+        """Prompts of the largest group that was read in one step."""
         self._reader = SocketFrameReader[Message](connection, FromEngine)
 
     def send(self, message: ToEngine) -> None:
         self.connection.sendall(encode(message))
+
+    def send_at_once(self, *messages: ToEngine) -> None:
+        """In one write, so that the engine has all of them before its next step."""
+        self.connection.sendall(b"".join(map(encode, messages)))
 
     def receive(self) -> Message | None:
         return self._reader.read()
@@ -56,6 +63,8 @@ class EngineClient:
         """Steps as they come; heartbeats are passed over."""
         while (message := self.receive()) is not None:
             if isinstance(message, Step):
+                if message.kind is StepKind.PREFILL:
+                    self.most_read_together = max(self.most_read_together, message.rows)
                 yield message
             else:
                 assert isinstance(message, Heartbeat), message
@@ -66,8 +75,7 @@ class EngineClient:
 
     def run(self, *submits: Submit) -> dict[int, tuple[list[int], FinishReason]]:
         """Submit and read until all have finished: tokens and finish reason by request."""
-        for submit in submits:
-            self.send(submit)
+        self.send_at_once(*submits)
         tokens: dict[int, list[int]] = {submit.request_id: [] for submit in submits}
         finished: dict[int, tuple[list[int], FinishReason]] = {}
         for output in self.outputs():

@@ -165,7 +165,7 @@ def test_the_lane_asks_for_each_rows_own_temperature() -> None:
                 stop_tokens=frozenset(),
                 logprobs=None,
             )
-            lane.join(row, rows, 8)
+            lane.join([row], [rows], [8])
         for _ in range(3):
             lane.step()
     finally:

@@ -55,6 +55,30 @@ def test_rows_together_say_what_each_says_alone(engine: EngineClient) -> None:
     assert {finish for _, finish in together.values()} == {FinishReason.LENGTH}
 
 
+def test_a_burst_with_settings_of_their_own_says_what_each_says_alone(
+    engine: EngineClient,
+) -> None:
+    samplings: list[dict[str, object]] = [
+        {},
+        {"temperature": 0.8, "seed": 7, "top_p": 0.9},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+        {"temperature": 1.0, "seed": 2**61 + 5, "presence_penalty": 0.5},
+    ]
+    requests = [
+        ([(13 * i + j) % 90 + 1 for j in range(2 + 3 * i)], samplings[i % 4]) for i in range(8)
+    ]
+    expected = [alone(engine, prompt, max_tokens=8, **sampling) for prompt, sampling in requests]
+    engine.most_read_together = 0
+    together = engine.run(
+        *(
+            submit(i, prompt, max_tokens=8, **sampling)
+            for i, (prompt, sampling) in enumerate(requests)
+        )
+    )
+    assert [together[i][0] for i in range(8)] == expected
+    assert engine.most_read_together > 1
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 7, "top_p": 0.9}])
 def test_a_replayed_prefix_goes_on_exactly(
     engine: EngineClient, sampling: dict[str, object]

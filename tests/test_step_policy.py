@@ -1,10 +1,13 @@
 """The step policy: decode keeps its share, short prompts pass, long ones get on."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.piece_size import padded
+from scheduler.read_groups import WaitingPrompt
 from scheduler.step_policy import (
     CHUNK_QUANTUM,
+    COMPANY,
     MAXIMUM_CHUNK,
     MINIMUM_CHUNK,
     MOST_WAITING_PER_ROW,
@@ -14,7 +17,6 @@ from scheduler.step_policy import (
     PrefillPace,
     StepPolicy,
     Turn,
-    WaitingPrompt,
 )
 
 
@@ -58,32 +60,92 @@ def test_the_last_chunk_is_what_is_left() -> None:
 
 def test_a_short_prompt_goes_before_a_long_one() -> None:
     decision = policy().decide([WaitingPrompt(1, 1500), WaitingPrompt(2, 19)], 0)
-    assert (decision.request_id, decision.tokens) == (2, 19)
+    assert (decision.request_ids, decision.tokens) == ((2,), 19)
 
 
+def fresh(*lengths: int) -> list[WaitingPrompt]:
+    """Prompts that may be read together."""
+    return [WaitingPrompt(number, left, "serial") for number, left in enumerate(lengths)]
+
+
+def test_short_prompts_are_read_together() -> None:
+    decision = policy().decide(fresh(60, 30, 1500, 90), 0)
+    assert (decision.request_ids, decision.tokens) == ((1, 0, 3), 180)
+
+
+def test_a_long_prompt_gets_its_chunk_alone() -> None:
+    subject = policy()
+    decisions = [subject.decide(fresh(1500, 30, 40), 0) for _ in range(OLDEST_EVERY)]
+    assert [one.request_ids for one in decisions] == [(1, 2)] * (OLDEST_EVERY - 1) + [(0,)]
+    assert decisions[-1].tokens == 400
+
+
+def test_company_beside_decoding_rows_takes_no_more_than_a_chunk() -> None:
+    waiting = fresh(40, 40, 40, 40)
+    subject = policy(1000.0)
+    while (decision := subject.decide(waiting, 4)).turn is Turn.DECODE:
+        subject.observe_decode(0.05)
+    assert (decision.request_ids, decision.tokens) == ((0, 1), 80)
+
+
+@settings(deadline=None)
+@given(
+    left=st.lists(st.integers(1, 600), min_size=1, max_size=10),
+    rows=st.integers(0, 4),
+    speed=st.floats(100.0, 1e5),
+)
+def test_company_is_bounded_and_a_lone_prompt_has_none(
+    left: list[int], rows: int, speed: float
+) -> None:
+    subject, single = policy(speed), policy(speed)
+    waiting = fresh(*left)
+    apart = [WaitingPrompt(one.request_id, one.tokens_left) for one in waiting]
+    decision, lone = subject.decide(waiting, rows), single.decide(apart, rows)
+    while decision.turn is Turn.DECODE:
+        assert lone.turn is Turn.DECODE
+        subject.observe_decode(0.05)
+        single.observe_decode(0.05)
+        decision, lone = subject.decide(waiting, rows), single.decide(apart, rows)
+    members = [left[number] for number in decision.request_ids]
+    most = 0.1 * MOST_WAITING_PER_ROW
+    if len(members) > 1:
+        assert sum(members) == decision.tokens
+        limit = subject.pace.chunk(most if rows else most * COMPANY)
+        assert sum(map(padded, members)) <= limit
+    # The company does not change whose turn it is.
+    assert lone.request_ids == decision.request_ids[:1]
+    if len(members) == 1:
+        assert lone.tokens == decision.tokens
+
+
+@settings(deadline=None)
 @given(
     left=st.lists(st.integers(1, 5000), min_size=1, max_size=8),
     rows=st.integers(1, 8),
     speed=st.floats(100.0, 1e5),
     step=st.floats(0.001, 0.2),
+    kind=st.sampled_from(["serial", None]),
 )
 def test_every_prompt_is_read_and_decode_gets_its_share(
-    left: list[int], rows: int, speed: float, step: float
+    left: list[int], rows: int, speed: float, step: float, kind: str | None
 ) -> None:
     subject = policy(speed)
     remaining = dict(enumerate(left))
     turns_of_others = 0
     decoded = read = 0.0
     while remaining:
-        waiting = [WaitingPrompt(key, tokens) for key, tokens in remaining.items()]
+        waiting = [WaitingPrompt(key, tokens, kind) for key, tokens in remaining.items()]
         decision = subject.decide(waiting, rows)
         if decision.turn is Turn.DECODE:
             subject.observe_decode(step)
             decoded += step
             continue
         assert decision.turn is Turn.PREFILL
-        assert 0 < decision.tokens <= min(remaining[decision.request_id], MAXIMUM_CHUNK)
-        is_oldest = decision.request_id == waiting[0].request_id
+        members = decision.request_ids
+        together = sum(remaining[member] for member in members)
+        assert 0 < decision.tokens <= min(together, MAXIMUM_CHUNK)
+        assert len(members) == 1 or decision.tokens == together
+        is_oldest = waiting[0].request_id in members
         turns_of_others = 0 if is_oldest else turns_of_others + 1
         assert turns_of_others < OLDEST_EVERY
         seconds = decision.tokens / speed
@@ -93,9 +155,13 @@ def test_every_prompt_is_read_and_decode_gets_its_share(
         # Reading never runs ahead of what decode has earned by more than one chunk.
         chunk = max(MINIMUM_CHUNK / speed, 0.1 * most)
         assert read <= decoded * PREFILL_PER_DECODE * most + chunk + 1e-6
-        remaining[decision.request_id] -= decision.tokens
-        if not remaining[decision.request_id]:
-            del remaining[decision.request_id]
+        if len(members) == 1:
+            remaining[members[0]] -= decision.tokens
+        remaining = {
+            key: tokens
+            for key, tokens in remaining.items()
+            if tokens and not (len(members) > 1 and key in members)
+        }
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
@@ -107,9 +173,10 @@ def test_prompts_alone_are_read_without_a_pause(left: list[int]) -> None:
         decision = subject.decide(waiting, 0)
         assert decision.turn is Turn.PREFILL
         subject.observe_prefill(decision.tokens, decision.tokens / 1000.0)
-        remaining[decision.request_id] -= decision.tokens
-        if not remaining[decision.request_id]:
-            del remaining[decision.request_id]
+        (read,) = decision.request_ids
+        remaining[read] -= decision.tokens
+        if not remaining[read]:
+            del remaining[read]
 
 
 def test_more_is_read_when_more_wait_than_decode() -> None:

@@ -126,14 +126,16 @@ class DraftContext:
             raise ValueError(f"{len(counts)} counts for {len(self.lengths)} rows")
         self.lengths = [a + b for a, b in zip(self.lengths, counts, strict=True)]
 
-    def join(self, other: DraftContext) -> None:
-        """Append the rows of `other`, which is left without any."""
-        slots = slot_capacity(max(self.lengths + other.lengths, default=0))
-        for mine, theirs in zip(self._buffers(), other._buffers(), strict=True):
-            mine.append(len(self), theirs, len(other), slots)
-            theirs.keep([], 0)
-        self.lengths += other.lengths
-        other.lengths = []
+    def join(self, *others: DraftContext) -> None:
+        """Append the rows of `others`, which are left without any."""
+        lengths = [*self.lengths, *(length for other in others for length in other.lengths)]
+        slots, room = slot_capacity(max(lengths, default=0)), len(lengths)
+        for other in others:
+            for mine, theirs in zip(self._buffers(), other._buffers(), strict=True):
+                mine.append(len(self), theirs, len(other), slots, room)
+                theirs.keep([], 0)
+            self.lengths += other.lengths
+            other.lengths = []
 
     def leave(self, row: int) -> int | None:
         """Drop `row`. The last row takes its place; returns that row's old index, or None."""

@@ -12,7 +12,7 @@ plain decode costs what it costs without a drafter.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import mlx.core as mx
 
@@ -26,6 +26,7 @@ from models.acceptance import (
 )
 from models.dspark.context import DraftContext
 from models.dspark.drafter import Choose, Draft, Drafter, greedy
+from models.packed_prompts import read_packed
 from models.row_batch import RowBatch
 from models.sampling import RowSampling, choose
 from models.taps import Taps
@@ -105,6 +106,17 @@ class SpeculativeRows:
         self._drafter.extend(self.context, self._taps.take())
         self.commit([tokens.shape[1]])
         mx.eval(self.batch.state(), self.context.state())
+
+    def prefill_with(self, others: Sequence[Self], prompts: Sequence[Sequence[int]]) -> None:
+        """Read whole prompts in one forward, the first into this row and one into each of
+        `others`, all of length 0; commit them and wait. `prefill` says what is not read."""
+        together = [self, *others]
+        layout = read_packed(self._target, prompts, [rows.batch for rows in together])
+        taps = self._taps.take()
+        for place, rows in enumerate(together):
+            rows._drafter.extend(rows.context, layout.outputs(taps, place))
+            rows.commit([layout.lengths[place]])
+        mx.eval([[rows.batch.state(), rows.context.state()] for rows in together])
 
     def decode(self, tokens: mx.array) -> mx.array:
         """Run one token of each row, int32 [R, 1], and commit it: logits [R, 1, V]. Lazy.
@@ -223,11 +235,11 @@ class SpeculativeRows:
         self.batch.advance(counts)
         self.context.advance(counts)
 
-    def join(self, other: SpeculativeRows) -> None:
-        """Append the rows of `other`, which is empty afterwards."""
+    def join(self, *others: SpeculativeRows) -> None:
+        """Append the rows of `others`, which are empty afterwards."""
         self._settle()
-        self.batch.join(other.batch)
-        self.context.join(other.context)
+        self.batch.join(*(other.batch for other in others))
+        self.context.join(*(other.context for other in others))
 
     def leave(self, row: int) -> int | None:
         """Remove a row; the last one takes its place. Returns that one's old index, or None."""

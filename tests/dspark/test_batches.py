@@ -69,6 +69,19 @@ class Decoding:
         self.anchors.append(prompt[-1])
         self.produced[name] = []
 
+    def join_together(self, prompts: Sequence[list[int]]) -> None:
+        """As `join`, of prompts that are read in one forward."""
+        rows = [self.new_rows() for _ in prompts]
+        for row in rows:
+            row.open_row()
+        rows[0].prefill_with(rows[1:], [prompt[:-1] for prompt in prompts])
+        self.rows.join(*rows)
+        for prompt in prompts:
+            name = len(self.produced)
+            self.order.append(name)
+            self.anchors.append(prompt[-1])
+            self.produced[name] = []
+
     def leave(self, name: int) -> None:
         row = self.order.index(name)
         self.rows.leave(row)
@@ -204,6 +217,27 @@ def test_contexts_of_a_batch_are_those_of_each_row(family: str) -> None:
         together.round(7)
         for decoding in alone:
             decoding.round(7)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_read_together_are_those_read_alone(family: str, count: int) -> None:
+    """Caches, contexts and the text that follows; among the prompts is one of many windows."""
+    given, drafter = prompts(family, count), drafter_of(family)
+    together, apart = (Decoding(family, drafter, None) for _ in range(2))
+    together.join_together(given)
+    for name, prompt in enumerate(given):
+        apart.join(name, prompt)
+    assert together.rows.lengths == together.rows.context.lengths == apart.rows.lengths
+    for layer in range(drafter.configuration.layer_count):
+        for row in range(count):
+            found = together.rows.context.committed(layer, row)
+            expected = apart.rows.context.committed(layer, row)
+            for one, other in zip(found, expected, strict=True):
+                assert mx.allclose(one, other, atol=1e-4).item()
+    while any(len(tokens) < TOKENS for tokens in together.produced.values()):
+        together.round(7)
+    assert [together.produced[name][:TOKENS] for name in range(count)] == serial(family)[:count]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
