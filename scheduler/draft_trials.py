@@ -1,12 +1,13 @@
 """Whether the rows of a lane draft now, and what finding out may cost them.
 
-Owns the parking of one lane, its trials and their balance; runs on the engine's step loop,
-without mlx or models, with the clock passed in. A calibrated forecast is believed until it has
-proved much too good, so a probe is one draft. What a drafter that is uncalibrated or doubted is
-granted follows from what was accepted, so only trying tells: a probe is a few rounds. Trying loses time where drafting does not pay. So the lane keeps
-account of what drafting has won and lost against plain decode, by the measured costs, and parks
-as soon as it has lost `MOST_LOST_STEPS`, whatever the record still hopes for. A request that
-comes alone brings another text: it is tried for itself, and that bound is what it may lose.
+Owns the parking of one lane, its trials and their balance; runs on the engine's step loop, without
+mlx or models, with the clock passed in. A calibrated forecast is believed until it has proved much
+too good, so a probe is one draft. What a drafter that is uncalibrated or doubted is granted follows
+from what was accepted, so only trying tells: a probe is a few rounds. Trying loses time where
+drafting does not pay. So the lane keeps account of what drafting has won and lost against plain
+decode, by the measured costs, and parks as soon as it has lost `MOST_LOST_STEPS`, whatever the
+record still hopes for. A request that comes alone brings another text: it is tried for itself, and
+that bound is what it may lose.
 """
 
 from __future__ import annotations

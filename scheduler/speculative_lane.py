@@ -169,8 +169,11 @@ class SpeculativeLane:
         rows, block = self._rows, self._state.block_size
         limits = [row.maximum - row.produced - 1 if to_the_end else block for row in rows]
         depth = max(self._state.lengths)
-        if self._settings.fixed_lengths or not any(self._survival):
-            # By the threshold the forecast is cut already; without drafts there is no choice.
+        whole = self._settings.fixed_lengths or (self._settings.rejection and must_draft)
+        if whole or not any(self._survival):
+            # By the threshold the forecast is cut already; without drafts there is no choice. A
+            # trial with rejection takes all: an early stop would weigh the first draft against the
+            # price of the whole block, and verify nothing.
             lengths = [min(len(s), n) for s, n in zip(self._survival, limits, strict=True)]
             return WidthChoice(
                 width=1 + max(lengths),
