@@ -128,6 +128,10 @@ class Generator:
 
     def write(self, prefixes: Sequence[Prefix], seed: int, wave: int) -> Iterator[Written]:
         """A whole wave; nothing is yielded before its end."""
+        with lockstep_attention(self._model):
+            return self._write(prefixes, seed, wave)
+
+    def _write(self, prefixes: Sequence[Prefix], seed: int, wave: int) -> Iterator[Written]:
         settings, rows = self._settings, len(prefixes)
         forced, sizes = _pad([prefix.tokens for prefix in prefixes], settings.longest, self._pad)
         answering = np.array([prefix.answering for prefix in prefixes])
@@ -150,8 +154,7 @@ class Generator:
         pending: list[tuple[int, mx.array]] = []
         keys = mx.random.split(mx.random.key(seed * 1_000_003 + wave), settings.longest)
         for position in range(1, settings.longest):
-            with lockstep_attention(self._model):
-                logits = self._model(token[:, None], cache=self._caches)[:, 0]
+            logits = self._model(token[:, None], cache=self._caches)[:, 0]
             token, state = self._choose(
                 logits,
                 live.forced[:, min(position, forced.shape[1] - 1)],
