@@ -92,7 +92,7 @@ def test_a_run_that_starts_from_a_drafter_begins_where_it_stood(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Though the projection that it reads has the scale of the taps in it."""
-    assert training.main(_arguments(corpus, tmp_path / "first", "--steps", "12")) == 0
+    assert training.main(_arguments(corpus, tmp_path / "first", "--steps", "4")) == 0
     end = _result(capsys)[-1]
     begin = ["--start-from", str(tmp_path / "first" / "drafter"), "--steps", "1"]
     still = ["--rate", "0", "--matrix-rate", "0", "--markov-rate", "0"]
