@@ -49,7 +49,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--quantize-aware",
         metavar="RECIPE",
-        help='learn with weights rounded as `quantize RECIPE` will, such as "4:32"',
+        help='learn with weights rounded as `export --quantize RECIPE` will, such as "4:32"',
     )
     add("--rows", type=int, default=4096, help="positions whose logits are held at once")
     add("--held-out", type=int, default=128, help="conversations kept from training")

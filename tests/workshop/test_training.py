@@ -93,13 +93,13 @@ def test_a_run_that_starts_from_a_drafter_begins_where_it_stood(
 ) -> None:
     """Though the projection that it reads has the scale of the taps in it."""
     assert training.main(_arguments(corpus, tmp_path / "first", "--steps", "4")) == 0
-    end = _result(capsys)[-1]
     begin = ["--start-from", str(tmp_path / "first" / "drafter"), "--steps", "1"]
     still = ["--rate", "0", "--matrix-rate", "0", "--markov-rate", "0"]
     assert training.main(_arguments(corpus, tmp_path / "second", *begin, *still)) == 0
-    start = _result(capsys)[-1]
-    # The stored weights are bfloat16.
-    assert start["held_out_distance"] == pytest.approx(end["held_out_distance"], rel=1e-2)
+    first, second = _weights(tmp_path / "first"), _weights(tmp_path / "second")
+    for name, value in first.items():
+        # Out of the projection and into it again: bfloat16 rounds twice.
+        assert mx.allclose(second[name], value, rtol=1e-2, atol=1e-6), name
 
 
 def test_weights_learned_rounded_lose_nothing_when_they_are(
@@ -120,9 +120,15 @@ def test_weights_learned_rounded_lose_nothing_when_they_are(
         dict(tree_flatten(drafter.network.parameters())),
     )
     still = ["--rate", "0", "--matrix-rate", "0", "--markov-rate", "0", "--steps", "1"]
-    begin = ["--start-from", str(tmp_path / "rounded")]
-    assert training.main(_arguments(corpus, tmp_path / "again", *begin, *still)) == 0
-    assert _result(capsys)[-1]["held_out_loss"] == pytest.approx(told, rel=2e-2)
+
+    def loss_of(drafter: Path, run: str) -> float:
+        begin = ["--start-from", str(drafter)]
+        assert training.main(_arguments(corpus, tmp_path / run, *begin, *still)) == 0
+        return float(_result(capsys)[-1]["held_out_loss"])
+
+    whole = loss_of(tmp_path / "run" / "drafter", "whole")
+    rounded_loss = loss_of(tmp_path / "rounded", "again")
+    assert abs(rounded_loss - told) < 0.2 * abs(whole - told)
 
 
 def test_other_settings_are_refused_in_the_same_run_folder(
