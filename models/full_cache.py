@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
 from models.cache_capacity import slot_capacity
+from models.ragged_attention import EVERYTHING, Reach
 from models.row_buffer import RowBuffer
 from models.row_positions import RowPositions
 
@@ -53,6 +54,18 @@ class FullCache:
             return visible if window_size is None else visible & (keys > queries - window_size)
 
         return positions.once(("full mask", width, window_size), build)
+
+    @property
+    def starts(self) -> mx.array:
+        """Committed tokens of each row, int32 [R]."""
+        return self._positions.starts
+
+    def reach_of(self, mask: mx.array | str | None, width: int) -> Reach | None:
+        """What hides the same as `mask`, made for `width` queries; None when nothing does."""
+        if len(self._positions.lengths) == 1:
+            return EVERYTHING if mask == "causal" or (mask is None and width == 1) else None
+        name = self._positions.name_of(mask)
+        return EVERYTHING if name == ("full mask", width, None) else None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [R, H, W, D] behind each row; returns all keys and values, [R, H, S, D] with

@@ -64,6 +64,10 @@ class RowPositions:
             array = self._built[key] = build()
         return array
 
+    def name_of(self, array: mx.array | str | None) -> Hashable | None:
+        """The name that `array` itself was built under; None for any other."""
+        return next((name for name, built in self._built.items() if built is array), None)
+
     def begin(self, rows: int, width: int) -> None:
         """Note that a forward writes `width` tokens into each of `rows` rows."""
         if rows != len(self.lengths):

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from models.cache_capacity import slot_capacity
+from models.ragged_attention import EVERYTHING, Reach
 from models.row_buffer import RowBuffer
 from models.row_positions import RowPositions
 
@@ -52,6 +53,24 @@ class SlidingCache:
         if one:
             return positions.once(key, lambda: create_causal_mask(width, past, window))
         return positions.once(key, lambda: self._aside_mask(width, window, past))
+
+    @property
+    def starts(self) -> mx.array:
+        """Committed tokens of each row, int32 [R]."""
+        return self._positions.starts
+
+    def reach_of(self, mask: mx.array | str | None, width: int) -> Reach | None:
+        """What hides the same as `mask`, made for `width` queries; None when nothing does, as
+        beside a chunk held aside."""
+        if self._aside:
+            return None
+        if mask is None or isinstance(mask, str):
+            one = len(self._positions.lengths) == 1
+            return EVERYTHING if one and (mask == "causal" or width == 1) else None
+        match self._positions.name_of(mask):
+            case ("sliding mask", int(made_for), int(window), self._ring) if made_for == width:
+                return Reach(window, self._ring)
+        return None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [R, H, W, D] behind each row; returns the keys and values that `make_mask`

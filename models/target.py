@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model
 
+from models.attention_hook import use_ragged_attention
 from models.backend import DeviceKind, device_kind
 from models.checkpoint import CheckpointError, CheckpointFacts, inspect
 from models.row_batch import RowBatch
@@ -34,6 +35,7 @@ class Target:
         self.vocabulary_size = facts.vocabulary_size
         weights = dict(tree_flatten(model.parameters()))
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
+        use_ragged_attention(model)
         # Lazy, and never evaluated: it only tells the shapes of keys and values.
         self._probe = self.new_batch()
         self._probe.open_row()

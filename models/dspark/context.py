@@ -31,6 +31,7 @@ class Placement:
     ) -> None:
         self.rows, self.count = len(lengths), count
         self.offset: int | mx.array
+        self._lengths = lengths
         self._starts: mx.array | None = None
         if starts is None and len(lengths) == 1:
             self.offset, self.end = lengths[0], lengths[0] + count
@@ -38,6 +39,13 @@ class Placement:
         self._starts = mx.array(list(lengths), dtype=mx.int32) if starts is None else starts
         self.offset, self.end = self._starts, max(lengths) + reach + count
         self._slots: dict[int, mx.array] = {}
+
+    @cached_property
+    def starts(self) -> mx.array:
+        """Where each row's positions begin, int32 `[R]`."""
+        if self._starts is None:
+            return mx.array(list(self._lengths), dtype=mx.int32)
+        return self._starts
 
     @cached_property
     def mask(self) -> mx.array | None:

@@ -16,6 +16,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from models.dspark.configuration import DrafterConfiguration, Family
 from models.dspark.context import DraftContext, Placement
+from models.ragged_attention import fits, ragged_attention
 
 
 class BlockAttention(nn.Module):
@@ -69,9 +70,14 @@ class BlockAttention(nn.Module):
         keys, values = context.write(
             layer, placement, *self.keys_and_values(block, placement.offset)
         )
-        attended = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=self.scale, mask=placement.mask
-        )
+        if fits(queries, keys, values):
+            attended = ragged_attention(
+                queries, keys, values, placement.starts, scale=self.scale, causal=False
+            )
+        else:
+            attended = mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=self.scale, mask=placement.mask
+            )
         return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(rows, count, -1))
 
 

@@ -2,22 +2,19 @@
 
 Runs on the calling thread. Query heads that share a key head are taken as queries of one
 product, so that keys and values are read once and not once for each of them: with thousands of
-rows, reading them is most of a step. mlx-lm's models call a function of their own module for
-attention; it is replaced while the context below is open.
+rows, reading them is most of a step.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import scaled_dot_product_attention as original_attention
 
-_NAME = "scaled_dot_product_attention"
+from models.attention_hook import attention_of, original_attention, set_attention
 
 
 def grouped_attention(
@@ -34,9 +31,7 @@ def grouped_attention(
 @contextmanager
 def lockstep_attention(model: nn.Module) -> Iterator[None]:
     """Let `model` attend by `grouped_attention` where that is the same, until the end."""
-    layers: Any = model.modules()
-    modules = {sys.modules[type(layer).__module__] for layer in layers}
-    originals = {module: getattr(module, _NAME) for module in modules if hasattr(module, _NAME)}
+    before = attention_of(model)
 
     def attend(
         queries: mx.array,
@@ -44,7 +39,7 @@ def lockstep_attention(model: nn.Module) -> Iterator[None]:
         values: mx.array,
         cache: Any,
         scale: float,
-        mask: mx.array | None,
+        mask: mx.array | str | None,
         sinks: mx.array | None = None,
     ) -> mx.array:
         if queries.shape[2] == 1 and mask is None and sinks is None:
@@ -55,9 +50,7 @@ def lockstep_attention(model: nn.Module) -> Iterator[None]:
         return attended
 
     try:
-        for module in originals:
-            setattr(module, _NAME, attend)
+        set_attention(dict.fromkeys(before, attend))
         yield
     finally:
-        for module, original in originals.items():
-            setattr(module, _NAME, original)
+        set_attention(before)
