@@ -6,7 +6,8 @@ pairs, weights are random, and acceptance is drawn from a profile instead of bei
 verification, whose every operation still runs. Owns MLX on its main thread; prints JSON lines.
 
 For each pair and row count, in one run: the serial lane, every fixed width, and the lane as it
-chooses by itself, for profiles of chat, code, mathematics and of no acceptance at all.
+chooses by itself, for profiles of chat, code, mathematics and of no acceptance at all: with a
+forecast that learns from what is accepted, and with one that is calibrated.
 """
 
 from __future__ import annotations
@@ -101,6 +102,28 @@ class FixedWidthLane(SpeculativeLane):
         )
 
 
+class CalibratedForecast(DraftForecast):
+    """What a calibrated drafter's confidences would say: the chance that drafts really have."""
+
+    def __init__(self, block_size: int, acceptance: float) -> None:
+        super().__init__(block_size, None)
+        self._survival = [acceptance**place for place in range(1, block_size + 1)]
+
+    @property
+    def learns(self) -> bool:
+        """It is right already."""
+        return False
+
+    def survival(
+        self,
+        request_id: int,
+        confidence_logits: Sequence[float] | None,
+        sampling_temperature: float,
+    ) -> list[float]:
+        """The same for every block."""
+        return list(self._survival)
+
+
 def build_target(configuration: dict[str, Any], bits: int, name: str) -> Target:
     """A target of random bfloat16 weights, quantized to `bits` unless 16."""
     module = _MODULES[configuration["model_type"]]
@@ -181,11 +204,16 @@ class Bench:
             lane.collect(keep=1)
         return rows * STEPS / (time.perf_counter() - started)
 
-    def lane(self, rows: int, acceptance: float, width: int | None) -> SpeculativeLane:
+    def lane(
+        self, rows: int, acceptance: float, width: int | None, *, calibrated: bool = False
+    ) -> SpeculativeLane:
         """A lane of `rows` rows at DEPTH; of a fixed width, or one that chooses."""
         state = SyntheticRows(self.target, self.drafter, self.taps)
         state.acceptance = acceptance
-        forecast = DraftForecast(self.drafter.block_size, None)
+        block = self.drafter.block_size
+        forecast = (
+            CalibratedForecast(block, acceptance) if calibrated else DraftForecast(block, None)
+        )
         settings = SpeculationSettings(always=width is not None)
         kind = SpeculativeLane if width is None else FixedWidthLane
         lane = kind(state, forecast, self.costs, settings)
@@ -209,18 +237,24 @@ class Bench:
             times.append(time.perf_counter() - started)
         return statistics.median(times)
 
-    def chosen_speed(self, rows: int, acceptance: float, seconds: float) -> tuple[float, float]:
-        """Tokens per second of the lane's own choices, and their mean width."""
-        lane = self.lane(rows, acceptance, None)
-        tokens = 0
-        widths: list[float] = []
+    def chosen_speed(
+        self, rows: int, acceptance: float, seconds: float, *, calibrated: bool
+    ) -> tuple[float, float]:
+        """Tokens per second of the lane's own choices, and their mean width.
+
+        Tokens are those that a round of that width commits on average: what is drawn decides the
+        lane's choices, but as a figure it would need thousands of rounds.
+        """
+        lane = self.lane(rows, acceptance, None, calibrated=calibrated)
+        tokens = 0.0
+        widths: list[int] = []
         for _ in range(ROUNDS):
             lane.step()
         started = time.perf_counter()
         while time.perf_counter() - started < seconds:
-            outputs, record = lane.step()
-            tokens += sum(len(output.tokens) for output in outputs)
+            _, record = lane.step()
             widths.append(1 if record is None else record.width)
+            tokens += rows * expected_tokens(acceptance, widths[-1])
         return tokens / (time.perf_counter() - started), statistics.mean(widths)
 
 
@@ -295,19 +329,30 @@ def main() -> None:
             fixed = {w: rows * expected_tokens(acceptance, w) / wall for w, wall in walls.items()}
             fixed[1] = serial
             best = max(fixed, key=lambda width: fixed[width])
-            speed, mean_width = bench.chosen_speed(rows, acceptance, arguments.seconds)
-            _print(
-                what="choice",
-                rows=rows,
-                profile=name,
-                serial=serial,
-                chosen=speed,
-                mean_width=mean_width,
-                best_width=best,
-                best_fixed=fixed[best],
-                of_best=speed / fixed[best],
-                of_serial=speed / serial,
-            )
+            for calibrated in (True, False):
+                # Anew for each: a machine's speed drifts by more than choices differ.
+                serial = bench.serial_speed(rows)
+                if best > 1:
+                    wall = bench.round_seconds(rows, best)
+                    fixed[best] = rows * expected_tokens(acceptance, best) / wall
+                else:
+                    fixed[1] = serial
+                speed, mean_width = bench.chosen_speed(
+                    rows, acceptance, arguments.seconds, calibrated=calibrated
+                )
+                _print(
+                    what="choice",
+                    rows=rows,
+                    profile=name,
+                    forecast="calibrated" if calibrated else "learned",
+                    serial=serial,
+                    chosen=speed,
+                    mean_width=mean_width,
+                    best_width=best,
+                    best_fixed=fixed[best],
+                    of_best=speed / fixed[best],
+                    of_serial=speed / serial,
+                )
 
 
 def _scaled(shape: dict[str, Any], scale: int) -> dict[str, Any]:
