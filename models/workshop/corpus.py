@@ -57,11 +57,15 @@ class Corpus:
             try:
                 manifest = json.loads((one / MANIFEST).read_text())
                 files = [one / name for name in manifest["shards"]]
-                shards += [load_file(file) for file in files]
+                read = [load_file(file) for file in files]
+                whole = [_is_whole(shard) for shard in read]
             except (OSError, ValueError, KeyError) as error:
                 raise RunError(f"{one} holds no corpus: {error}. Run regen first") from error
             if not files:
                 raise RunError(f"{one} holds an empty corpus: run regen again")
+            if not all(whole):
+                raise RunError(f"{files[whole.index(False)]} is torn: run regen again")
+            shards += read
             self._manifests.append(manifest)
             self._files += files
         self.shards = [file.name for file in self._files]
@@ -71,8 +75,6 @@ class Corpus:
         counts = [len(shard["answers"]) for shard in shards]
         self.shard_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._answers = np.concatenate([shard["answers"] for shard in shards])
-        if self.starts[-1] != len(self._tokens) or len(self._answers) != len(sizes):
-            raise RunError(f"{folder}: shards are torn: run regen again")
         self.sizes = sizes
 
     def __len__(self) -> int:
@@ -242,3 +244,9 @@ def width_of(sizes: NDArray[Any], longest: int) -> NDArray[np.int64]:
     rounded = -(-sizes // _STEP) * _STEP
     widths: NDArray[np.int64] = np.minimum(rounded, longest).astype(np.int64)
     return widths
+
+
+def _is_whole(shard: Mapping[str, NDArray[Any]]) -> bool:
+    """Whether the arrays of a shard go together."""
+    starts = shard["starts"]
+    return len(starts) == len(shard["answers"]) + 1 and starts[-1] == len(shard["tokens"])

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
+from safetensors.numpy import load_file, save_file
 
 from models.dspark.configuration import DrafterError, HeadKind
 from models.dspark.drafter import DraftNetwork
@@ -154,6 +155,15 @@ def test_several_corpora_are_one_behind_the_other(tmp_path: Path) -> None:
         both.check({"target": "f" * 64})
     with pytest.raises(RunError, match="holds no corpus"):
         Corpus(first, tmp_path / "nothing")
+
+
+def test_a_torn_shard_is_named(tmp_path: Path) -> None:
+    first, second = write_corpus(tmp_path / "a"), write_corpus(tmp_path / "b")
+    shard = second / Corpus(second).shards[-1]
+    arrays = load_file(shard)
+    save_file({**arrays, "tokens": arrays["tokens"][:-1]}, shard)
+    with pytest.raises(RunError, match=f"{shard} is torn"):
+        Corpus(first, second)
 
 
 def one_fingerprint(folder: Path) -> dict[str, str]:
