@@ -41,6 +41,8 @@ Message = Loading | Ready | Step | Heartbeat | Rejected | Fault
 
 # An address of a Unix socket may have 104 bytes on macOS and 108 on Linux, one of them a zero.
 _LONGEST_ADDRESS = 103
+# Where TMPDIR itself is too long for one.
+_SHORT_FOLDER = "/tmp"
 _LONGEST_LINE = 4096
 _READ_BYTES = 65536
 _numbers = itertools.count(1)
@@ -159,14 +161,22 @@ class EngineLink:
         return await _end(self._process, self._relay)
 
 
+def _is_address(path: Path) -> bool:
+    return len(os.fsencode(path)) <= _LONGEST_ADDRESS
+
+
 @contextlib.contextmanager
 def _listening(run_folder: Path) -> Iterator[tuple[socket.socket, str]]:
     """A Unix socket for one engine, and its address."""
     name = f"engine-{os.getpid()}-{next(_numbers)}.sock"
     with contextlib.ExitStack() as stack:
         folder = str(run_folder)
-        if len(os.fsencode(run_folder / name)) > _LONGEST_ADDRESS:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparklane-"))
+        if not _is_address(run_folder / name):
+            made = Path(tempfile.gettempdir(), "sparklane-12345678", name)
+            parent = None if _is_address(made) else _SHORT_FOLDER
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="sparklane-", dir=parent)
+            )
         address = os.path.join(folder, name)
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.setblocking(False)

@@ -9,6 +9,7 @@ import os
 import signal
 import stat
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -161,9 +162,14 @@ def test_the_socket_is_the_users_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.sock"))
 
 
-def test_a_run_folder_with_a_long_path_will_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_run_folder_with_a_long_path_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, everywhere: bool
+) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
+    if everywhere:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
     async def scenario() -> None:
         async with supervised(folder) as (_, listener):
