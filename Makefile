@@ -15,6 +15,9 @@ LOCKED := --require-hashes --no-deps --only-binary :all:
 # With more BLAS threads than free cores, a step takes seconds instead of milliseconds.
 export OPENBLAS_NUM_THREADS ?= 1
 
+# A process each for two cores: more would load more models than a small machine holds.
+IN_PARALLEL := --numprocesses 2 --dist loadscope
+
 .PHONY: setup setup-dev serve test test-system lint format bench lock clean
 
 setup: $(VENV)/.installed
@@ -26,7 +29,7 @@ serve: setup
 	@exec $(BIN)/sparklane serve $(ARGS)
 
 test: setup-dev
-	$(BIN)/python -m pytest --ignore=tests/system $(ARGS)
+	$(BIN)/python -m pytest --ignore=tests/system $(IN_PARALLEL) $(ARGS)
 	@echo
 	@echo "Left to 'make test-system', which needs Debian's packages prometheus and systemd:"
 	@$(BIN)/python -m pytest --collect-only -q tests/system | sed -n 's/^\(tests.*\)/  \1/p'
