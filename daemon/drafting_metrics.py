@@ -45,7 +45,7 @@ class DraftingMetrics:
             "parked_row_seconds_total", "Time that rows decoded plainly because drafting cost more."
         )
         self.probes = counter(
-            "probes_total", "Drafts of parked rows, by whether drafting paid again.", "result"
+            "probes_total", "Trials of parked rows, by whether drafting paid again.", "result"
         )
         self.parked_rows = Gauge(
             "sparklane_parked_rows",

@@ -92,14 +92,9 @@ class FixedWidthLane(SpeculativeLane):
 
     width = 1
 
-    def _choose(self, *, must_draft: bool = False, to_the_end: bool = True) -> WidthChoice:
+    def _choose(self) -> WidthChoice:
         length = self.width - 1 if all(self._survival) else 0
-        return WidthChoice(
-            width=length + 1,
-            lengths=[length] * len(self),
-            expected_tokens=1.0,
-            seconds=1.0,
-        )
+        return WidthChoice.of(self._survival, [length] * len(self))
 
 
 class CalibratedForecast(DraftForecast):

@@ -1,120 +1,111 @@
-"""Whether the rows of a lane draft now, and what finding out may cost them.
+"""Whether the rows of a lane draft now, and when parked rows try again.
 
-Owns the parking of one lane, its trials and their balance; runs on the engine's step loop, without
-mlx or models, with the clock passed in. A calibrated forecast is believed until it has proved much
-too good, so a probe is one draft. What a drafter that is uncalibrated or doubted is granted follows
-from what was accepted, so only trying tells: a probe is a few rounds. Trying loses time where
-drafting does not pay. So the lane keeps account of what drafting has won and lost against plain
-decode, by the measured costs, and parks as soon as it has lost `MOST_LOST_STEPS`, whatever the
-record still hopes for. A request that comes alone brings another text: it is tried for itself, and
-that bound is what it may lose.
+Owns one lane's account of drafting, in serial steps; runs on the engine's step loop, without mlx
+or models, with the clock passed in. Every round that had drafts to verify is entered: what it
+brought, less what it cost with its draft, against plain decode by the measured costs. So noisy
+blocks even out: a lane whose rounds pay on average goes on through poor ones, and one that has lost
+the most it may parks: its rows decode plainly, at no cost. Texts change, so parked rows try again,
+with an account of their own. What that lost is known then, and the time to the next probe is such
+that all of them take a fixed share; every probe that fails doubles it.
+
+What a round brought is what was accepted of it. A forecast that is believed tells it with half the
+noise, by what it expected; but when far more was lost than chance explains, that decides. Whether a
+round drafts never depends on the drafts at hand, only on earlier rounds: rejection acceptance keeps
+its distribution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler.draft_forecast import DraftForecast
-from scheduler.parking import Parking
-from scheduler.round_costs import RoundCosts
-
-TRIAL_ROUNDS = 3
-"""Rounds that a probe verifies when only trying tells what is accepted."""
+from scheduler.width_policy import CostTable, WidthChoice
 
 MOST_LOST_STEPS = 2.0
-"""Serial steps that drafting may lose before the lane parks."""
+"""Serial steps that drafting may lose before the lane parks. A probe that has saved as many has
+paid."""
 
-MOST_SAVED_STEPS = 4.0
-"""Serial steps that drafting may save up to lose again: bounded, so that a text which stops
-paying is noticed, and no smaller, because single blocks of a text that pays fail, too."""
+PROBE_STEPS = 1.0
+"""Serial steps that a probe may lose, or a text behind one that did not pay."""
+
+CHANCE_STEPS = 8.0
+"""Serial steps that a text that pays may lose by chance. So many can be saved up to lose again: no
+more, for a text that stops paying is to be noticed. And so many may be lost, by what was accepted,
+while a believed forecast expects better."""
+
+PROBE_SHARE = 0.01
+"""The most of its time that a parked lane may lose to probes."""
+
+LONGEST_WAIT_SECONDS = 30.0
+"""Doubling stops here, unless the share alone asks for longer."""
 
 
 class DraftTrials:
     """The lane of all rows that can draft."""
 
-    def __init__(
-        self, forecast: DraftForecast, costs: RoundCosts, clock: Callable[[], float]
-    ) -> None:
-        self._forecast = forecast
-        self._costs = costs
-        self._parking = Parking(clock)
-        # Rounds that a probe must still verify; None when no probe has begun.
-        self._rounds_left: int | None = None
-        # Serial steps that drafting has saved.
-        self._balance = 0.0
-        # Whether the probe of the last step, if it was one, showed that drafting pays again.
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # Serial steps that drafting has saved, since the lane parked or was empty: by what was
+        # accepted and by what was expected.
+        self._saved, self._expected = 0.0, 0.0
+        # When parked rows try again, and when the share alone would let them; None while drafting
+        # is not known to lose.
+        self._probe_at: float | None = None
+        self._fair_at = 0.0
+        self._failures = 0
+        # Whether the probe that the last round ended, if it did, showed that drafting pays again.
         self.probe_paid: bool | None = None
 
     @property
     def parked(self) -> bool:
-        """Whether the rows decode plainly for now."""
-        return self._parking.parked
+        """Whether drafting was found to lose: the rows decode plainly or are trying again."""
+        return self._probe_at is not None
 
     @property
     def waiting(self) -> bool:
         """Whether the rows are parked and not due to try."""
-        return self._parking.parked and not self._parking.probing
+        return self._probe_at is not None and self._clock() < self._probe_at
 
-    @property
-    def trying(self) -> bool:
-        """Whether parked rows are verifying drafts to find out."""
-        return bool(self._rounds_left)
+    def another_text(self, *, alone: bool) -> None:
+        """A row joins. In an empty lane it is tried for itself, because what the texts before it
+        were says little of it; beside others it ends the doubling."""
+        self._failures = 0
+        if self._probe_at is not None:
+            self._probe_at = self._clock() if alone else min(self._probe_at, self._fair_at)
+        if alone:
+            self._restart()
 
-    def another_text(self) -> None:
-        """The lane was empty and gets a row: what the texts before it were says little of it."""
-        self._parking.probe_now()
-        self._forecast.another_text()
-        self._rounds_left, self._balance = None, 0.0
+    def verified(
+        self, choice: WidthChoice, tokens: int, costs: CostTable, *, believed: bool
+    ) -> None:
+        """A round that had drafts verified as many as were chosen and committed `tokens` over all
+        rows. Parks, stays, or comes back; `believed` says whether the forecast is."""
+        rows = len(choice.lengths)
+        serial = costs.serial_seconds(rows)
+        spent = costs.round_seconds(rows, choice.width) / serial
+        self._saved = min(self._saved + tokens / rows - spent, CHANCE_STEPS)
+        expected = choice.expected_tokens / rows
+        self._expected = min(self._expected + expected - spent, CHANCE_STEPS)
+        balance = self._saved
+        if believed and self._saved > -CHANCE_STEPS:
+            balance = self._expected
+        if balance <= -MOST_LOST_STEPS:
+            # Nobody will verify the draft behind this round.
+            self._park(balance, serial, costs.draft_seconds(rows))
+        elif self.parked and self._saved >= MOST_LOST_STEPS:
+            self._probe_at, self._failures, self.probe_paid = None, 0, True
 
-    def must_draft(self) -> bool:
-        """Whether parked rows must verify their drafts in this round.
+    def _park(self, balance: float, serial_seconds: float, draft_seconds: float) -> None:
+        lost = PROBE_STEPS
+        if self.parked:
+            lost = -balance - MOST_LOST_STEPS + PROBE_STEPS
+            self._failures += 1
+            self.probe_paid = False
+        now, fair = self._clock(), (lost * serial_seconds + draft_seconds) / PROBE_SHARE
+        self._fair_at = now + fair
+        self._probe_at = now + max(fair, min(fair * 2.0**self._failures, LONGEST_WAIT_SECONDS))
+        self._restart()
 
-        A forecast that learns is what was accepted: a draft that is not verified could not
-        change it, and a lane that once parked would stay so.
-        """
-        if not self._parking.parked or not self._forecast.learns:
-            return False
-        if self._rounds_left is None:
-            self._rounds_left = TRIAL_ROUNDS
-        else:
-            self._rounds_left -= 1
-        if self._exhausted:
-            self._rounds_left = 0
-        return self._rounds_left > 0
-
-    def judge(self, *, pays: bool, rows: int, depth: int) -> None:
-        """Park, stay, or come back. `pays` says whether the best width is more than 1, by the
-        forecast, for `rows` rows behind `depth` tokens."""
-        loss = self._costs.draft_seconds(rows)
-        if self._rounds_left is not None:
-            table = self._costs.table(depth)
-            longer = table.round_seconds(rows, table.widths()[-1]) - table.serial_seconds(rows)
-            loss += TRIAL_ROUNDS * max(longer, 0.0)
-        pays = pays and not self._exhausted
-        if self._parking.probing:
-            self.probe_paid = pays
-        # Single confidences are noisy, a record of what was accepted is not.
-        self._parking.observe(pays, loss, at_once=self._forecast.learns)
-        self._rounds_left = None
-        if self._parking.parked:
-            self._balance = 0.0
-
-    def drafted(self, *, rows: int, depth: int) -> None:
-        """A draft of its own was made, behind plain steps."""
-        self._add(-self._costs.draft_seconds(rows) / self._serial_seconds(rows, depth))
-
-    def committed(self, tokens: int, *, width: int, rows: int, depth: int) -> None:
-        """A round of `width` committed `tokens` over all rows, and drafted once."""
-        table = self._costs.table(depth)
-        seconds = table.draft_seconds(rows) + table.verify_seconds(rows, width)
-        self._add(tokens / rows - seconds / table.serial_seconds(rows))
-
-    @property
-    def _exhausted(self) -> bool:
-        return self._forecast.learns and self._balance <= -MOST_LOST_STEPS
-
-    def _add(self, steps: float) -> None:
-        self._balance = min(self._balance + steps, MOST_SAVED_STEPS)
-
-    def _serial_seconds(self, rows: int, depth: int) -> float:
-        return self._costs.table(depth).serial_seconds(rows)
+    def _restart(self) -> None:
+        """Begin the account again; where drafting was found to lose, with less to lose."""
+        balance = PROBE_STEPS - MOST_LOST_STEPS if self.parked else 0.0
+        self._saved, self._expected = balance, balance

@@ -3,7 +3,7 @@
 Owns the lane's rows and their pending drafts; runs on the engine's MLX thread. The next draft is
 chained behind the verification on the device, from an anchor and a position that the host has
 not seen, so a round has one read: tokens, accepted counts and the next drafts' confidences
-together. From those the width of the next verification is chosen. When drafting does not pay
+together. From those the width of the next verification is chosen. When rounds do not pay on average
 the rows park: they go on in plain decode, a step ahead of the host like any serial row and at
 its price, and probe again later. They do the same until it is known what rounds cost. Acceptance
 is coupled unless rejection is asked for.
@@ -65,7 +65,7 @@ class SpeculativeLane:
         self._draft: Draft | None = None
         self._survival: list[list[float]] = []
         self._plain = SerialLane(state)
-        self._trials = DraftTrials(forecast, costs, clock)
+        self._trials = DraftTrials(clock)
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._plain)
@@ -82,12 +82,12 @@ class SpeculativeLane:
 
     @property
     def parked(self) -> bool:
-        """Whether the rows decode plainly for now."""
+        """Whether the rows decode plainly for now, or are trying whether to go on so."""
         return self._trials.parked
 
     @property
     def probe_paid(self) -> bool | None:
-        """Whether the probe of the last step, if it was one, showed that drafting pays again."""
+        """Whether the probe that the last step ended, if it did, showed that drafting pays again."""
         return self._trials.probe_paid
 
     def join(
@@ -98,8 +98,9 @@ class SpeculativeLane:
         Returns what a step in flight had still to say.
         """
         outputs = self._unpark()
-        if not self._rows:
-            self._trials.another_text()
+        if alone := not self._rows:
+            self._forecast.another_text()
+        self._trials.another_text(alone=alone)
         self._state.join(*states)
         added = mx.array(list(anchors), dtype=mx.int32)
         self._anchors = added if self._anchors is None else mx.concatenate([self._anchors, added])
@@ -135,27 +136,15 @@ class SpeculativeLane:
             return outputs, None
         if self._draft is None and any(row.produced for row in self._rows):
             self._draft_now()
-        choice = self._choose()
-        if self._draft is not None and not self._forced:
-            if self._trials.must_draft():
-                choice = self._choose(must_draft=True)
-            else:
-                # A row near its end has no use for drafts, which says nothing of drafting.
-                pays = self._choose(to_the_end=False).width > 1
-                self._trials.judge(pays=pays, rows=len(self._rows), depth=max(self._state.lengths))
-        if self._trials.parked and not self._trials.trying:
-            self._park()
-            self._plain.launch()
-            return outputs, None
-        found, record = self._round(choice)
+        found, record = self._round(self._choose())
         return outputs + found, record
 
     def _decodes_plainly(self) -> bool:
         """Whether the next step is a plain one: the rows are parked and not due to probe, or
         what a round of so many rows costs is not known yet."""
-        if not self._forced and not self._costs.covers(len(self)):
-            return True
-        return bool(self._plain.rows) and self._trials.waiting
+        if self._forced or not len(self):
+            return False
+        return self._trials.waiting or not self._costs.covers(len(self))
 
     def finish_flights(self) -> list[Output]:
         """What plain steps in flight have to say, before the device does something else."""
@@ -163,40 +152,33 @@ class SpeculativeLane:
 
     # Rounds
 
-    def _choose(self, *, must_draft: bool = False, to_the_end: bool = True) -> WidthChoice:
+    def _choose(self) -> WidthChoice:
         """The width of the next verification and each row's drafts in it; no more of them than
-        the row may still produce, unless not `to_the_end`."""
-        rows, block = self._rows, self._state.block_size
-        limits = [row.maximum - row.produced - 1 if to_the_end else block for row in rows]
+        the row may still produce."""
+        survival, settings = self._survival, self._settings
+        limits = [max(row.maximum - row.produced - 1, 0) for row in self._rows]
         depth = max(self._state.lengths)
-        whole = self._settings.fixed_lengths or (self._settings.rejection and must_draft)
-        if whole or not any(self._survival):
-            # By the threshold the forecast is cut already; without drafts there is no choice. A
-            # trial with rejection takes all: an early stop would weigh the first draft against the
-            # price of the whole block, and verify nothing.
-            lengths = [min(len(s), n) for s, n in zip(self._survival, limits, strict=True)]
-            return WidthChoice(
-                width=1 + max(lengths),
-                lengths=lengths,
-                expected_tokens=float(len(rows)),
-                seconds=1.0,
+        # A draft that is not verified cannot change a forecast that learns.
+        must_draft = self._trials.parked and self._forecast.learns
+        # By the threshold the forecast is cut already; without drafts there is no choice. A
+        # trial with rejection takes all: an early stop would weigh the first draft against the
+        # price of the whole block, and verify nothing.
+        if settings.fixed_lengths or (settings.rejection and must_draft) or not any(survival):
+            lengths = [len(row) for row in survival]
+        elif settings.rejection:
+            speed = self._costs.rounds_per_second(depth, len(survival))
+            lengths, _ = early_stop_lengths(survival, speed)
+        else:
+            costs = self._costs.table(depth)
+            return cheapest_width(
+                survival,
+                costs,
+                limits=limits,
+                widths=[width for width in costs.widths() if width <= 1 + self._cap],
+                must_draft=must_draft or settings.always,
             )
-        if self._settings.rejection:
-            speed = self._costs.rounds_per_second(depth, len(rows))
-            lengths, _ = early_stop_lengths(self._survival, speed)
-            lengths = [min(a, max(b, 0)) for a, b in zip(lengths, limits, strict=True)]
-            return WidthChoice(
-                width=1 + max(lengths), lengths=lengths, expected_tokens=1.0, seconds=1.0
-            )
-        costs = self._costs.table(depth)
-        widths = [width for width in costs.widths() if width <= 1 + self._cap]
-        return cheapest_width(
-            self._survival,
-            costs,
-            limits=limits,
-            widths=widths,
-            must_draft=must_draft or self._settings.always,
-        )
+        lengths = [min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
+        return WidthChoice.of(survival, lengths)
 
     def _round(self, choice: WidthChoice) -> tuple[list[Output], RoundRecord]:
         assert self._anchors is not None
@@ -240,13 +222,10 @@ class SpeculativeLane:
         )
         tokens: list[list[int]] = verification.tokens.tolist()  # type: ignore[assignment]
         counts: list[int] = accepted.tolist()  # type: ignore[assignment]
-        if not self._forced:
-            self._trials.committed(
-                len(rows) + sum(counts),
-                width=choice.width,
-                rows=len(rows),
-                depth=max(state.lengths),
-            )
+        if not self._forced and any(self._survival):
+            costs = self._costs.table(max(state.lengths))
+            believed = not self._forecast.learns
+            self._trials.verified(choice, len(rows) + sum(counts), costs, believed=believed)
         state.commit([count + 1 for count in counts])
         self._anchors, self._draft = anchors, draft
         seconds = self._clock() - started
@@ -309,8 +288,6 @@ class SpeculativeLane:
         assert self._anchors is not None
         starts = mx.array([row.position - 1 for row in self._rows], dtype=mx.int32)
         self._draft = self._chain([row.sampling for row in self._rows], self._anchors, starts, 0)
-        if not self._forced:
-            self._trials.drafted(rows=len(self._rows), depth=max(self._state.lengths))
         confidences = self._draft.confidence_logits
         mx.eval(self._draft.tokens, *([] if confidences is None else [confidences]))
         self._read_forecast(confidences)

@@ -6,7 +6,8 @@ Pure; runs on the engine's step loop, without mlx or models. Two choices live he
 verified: it searches the whole table, because measured costs are jagged (on one GPU a width of
 8 is cheaper than one of 3). A verify forward is a rectangle of rows and width, so a row that is
 given fewer drafts than its neighbours saves nothing: all rows get the width, cut only by what
-each may still produce.
+each may still produce. Width 1 competes as a round of the lane, which drafts whatever its width;
+whether the lane pays against plain decode is another question (`scheduler.draft_trials`).
 
 `early_stop_lengths` is Algorithm 1 of the DSpark paper, for rejection sampling, where whether a
 draft is verified must not depend on that draft or on later ones: it admits drafts in order of
@@ -29,13 +30,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds, measured on this machine, of the parts of a round at one context depth.
 
     `verify` maps (rows, width) to the seconds of a target forward, the anchor included in the
-    width: (rows, 1) is a serial step. `draft` maps rows to the seconds of a draft, and
-    `overhead` is what a round costs beyond both.
+    width: (rows, 1) is a serial step. `draft` maps rows to the seconds of a draft.
     """
 
     verify: Mapping[tuple[int, int], float]
     draft: Mapping[int, float]
-    overhead: float = 0.0
 
     def widths(self) -> list[int]:
         """Every width that was measured, ascending."""
@@ -46,10 +45,9 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
         return self.verify_seconds(rows, 1)
 
     def round_seconds(self, rows: int, width: int) -> float:
-        """A whole round: draft, verify, and the rest. Width 1 drafts nothing."""
-        if width == 1:
-            return self.serial_seconds(rows)
-        return self.draft_seconds(rows) + self.verify_seconds(rows, width) + self.overhead
+        """A whole round: draft and verify. A round of width 1 drafts, too: its successor's draft
+        is made before anybody can tell what it is worth."""
+        return self.draft_seconds(rows) + self.verify_seconds(rows, width)
 
     def draft_seconds(self, rows: int) -> float:
         """A draft of `rows` rows."""
@@ -67,18 +65,25 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True):
 class WidthChoice(msgspec.Struct, frozen=True, kw_only=True):
     """`width` tokens verified for every row, anchor included; `lengths[r]` drafts of row r.
 
-    `expected_tokens` is what the round commits on average over all rows, `seconds` what it
-    costs. Width 1 means that drafting does not pay.
+    `expected_tokens` is what the round commits on average over all rows. Width 1 means that these
+    drafts are not worth verifying.
     """
 
     width: int
     lengths: list[int]
     expected_tokens: float
-    seconds: float
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.expected_tokens / self.seconds
+    @classmethod
+    def of(
+        cls, survival: Sequence[Survival], lengths: list[int], *, width: int | None = None
+    ) -> WidthChoice:
+        """The choice of `lengths`, in a rectangle as wide as they need unless `width` is given."""
+        gains = (sum(row[:length]) for row, length in zip(survival, lengths, strict=True))
+        return cls(
+            width=1 + max(lengths) if width is None else width,
+            lengths=lengths,
+            expected_tokens=len(lengths) + sum(gains),
+        )
 
 
 def cheapest_width(
@@ -89,7 +94,8 @@ def cheapest_width(
     widths: Iterable[int] | None = None,
     must_draft: bool = False,
 ) -> WidthChoice:
-    """The width with the most expected tokens per second, 1 included.
+    """The width with the most expected tokens per second, 1 included; where none is faster than
+    plain decode, the one that loses the least against it, because other blocks may do better.
 
     `limits[r]` is the most drafts that row r can use: what is left of its budget, less the
     token it gets anyway. `widths` restricts the search; `must_draft` leaves width 1 out as long as
@@ -107,20 +113,15 @@ def cheapest_width(
         lengths = [
             min(width - 1, len(row), bound) for row, bound in zip(survival, bounds, strict=True)
         ]
-        gains = (sum(row[:length]) for row, length in zip(survival, lengths, strict=True))
-        choices.append(
-            WidthChoice(
-                width=width,
-                lengths=lengths,
-                expected_tokens=rows + sum(gains),
-                seconds=costs.round_seconds(rows, width),
-            )
-        )
+        choices.append(WidthChoice.of(survival, lengths, width=width))
     drafting = [choice for choice in choices if any(choice.lengths)]
-    return max(
-        drafting if must_draft and drafting else choices,
-        key=lambda choice: choice.tokens_per_second,
-    )
+    allowed = drafting if must_draft and drafting else choices
+    seconds = {choice.width: costs.round_seconds(rows, choice.width) for choice in allowed}
+    fastest = max(allowed, key=lambda choice: choice.expected_tokens / seconds[choice.width])
+    serial = rows / costs.serial_seconds(rows)
+    if fastest.expected_tokens >= serial * seconds[fastest.width]:
+        return fastest
+    return max(allowed, key=lambda choice: choice.expected_tokens - serial * seconds[choice.width])
 
 
 def early_stop_lengths(

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from scheduler.acceptance_record import AcceptanceRecord, survival_of
-from scheduler.parking import Parking
+from scheduler.draft_trials import DraftTrials
 from scheduler.width_policy import CostTable, cheapest_width
 
 BEST_FIXED_TARGET = 0.97
@@ -89,8 +89,10 @@ def conditional_acceptance(profile: tuple[float, float], block: int) -> list[flo
 
 
 def expected_speed(survival: Sequence[float], rows: int, width: int, costs: CostTable) -> float:
-    """Tokens per second of `rows` equal rows that always verify `width` tokens."""
-    return rows * (1.0 + sum(survival[: width - 1])) / costs.round_seconds(rows, width)
+    """Tokens per second of `rows` equal rows that always verify `width` tokens; 1 is the serial
+    lane, which does not draft."""
+    seconds = costs.serial_seconds(rows) if width == 1 else costs.round_seconds(rows, width)
+    return rows * (1.0 + sum(survival[: width - 1])) / seconds
 
 
 def figure(
@@ -100,7 +102,8 @@ def figure(
     block = max(known.widths()) - 1
     conditional = conditional_acceptance(PROFILES[profile], block)
     survival = survival_of(conditional)
-    choice = cheapest_width([survival] * rows, known)
+    drafting = cheapest_width([survival] * rows, known).width
+    chosen = max((1, drafting), key=lambda width: expected_speed(survival, rows, width, known))
     speeds = {
         width: expected_speed(survival, rows, width, actual)
         for width in actual.widths()
@@ -110,9 +113,9 @@ def figure(
     return WidthFigure(
         profile=profile,
         rows=rows,
-        chosen=choice.width,
-        tau=1.0 + sum(survival[: choice.width - 1]),
-        speed=speeds[choice.width],
+        chosen=chosen,
+        tau=1.0 + sum(survival[: chosen - 1]),
+        speed=speeds[chosen],
         best_width=best,
         best_speed=speeds[best],
         serial_speed=speeds[1],
@@ -126,39 +129,33 @@ def learned_speed(
     """Tokens per second of a run in which the policy has to find out what is accepted."""
     source = random.Random(f"{list(conditional)} {rows}")
     now = 0.0
-    parking = Parking(lambda: now)
+    trials = DraftTrials(lambda: now)
     everyone = AcceptanceRecord(len(conditional))
     records = [AcceptanceRecord(len(conditional), prior=everyone) for _ in range(rows)]
     produced, wanted = 0, tokens * rows
-    expected_loss, draft_seconds = _draft_seconds(known, rows), _draft_seconds(actual, rows)
+    drafted = False
     while produced < wanted:
-        if parking.parked and not parking.probing:
+        if trials.waiting:
             produced += rows
             now += actual.serial_seconds(rows)
+            drafted = False
             continue
-        if parking.parked:
+        if not drafted:
             # Out of plain decode there is no draft yet: it is made on its own, then chosen from.
-            now += draft_seconds
-        width = cheapest_width([record.survival() for record in records], known).width
-        parking.observe(width > 1, expected_loss)
-        if parking.parked:
-            produced += rows
-            now += actual.serial_seconds(rows)
-            continue
-        for record in records:
+            now += actual.draft_seconds(rows)
+        survival = [record.survival() for record in records]
+        choice = cheapest_width(survival, known, must_draft=trials.parked)
+        committed = rows
+        for record, length in zip(records, choice.lengths, strict=True):
             accepted = 0
-            while accepted < width - 1 and source.random() < conditional[accepted]:
+            while accepted < length and source.random() < conditional[accepted]:
                 accepted += 1
-            record.observe(width - 1, accepted)
-            everyone.observe(width - 1, accepted)
-            produced += accepted + 1
-        now += actual.verify_seconds(rows, width)
-        # The lane drafts behind every round that it does not park after, used or not.
-        now += draft_seconds
+            record.observe(length, accepted)
+            everyone.observe(length, accepted)
+            committed += accepted
+        produced += committed
+        # The lane drafts behind every round, used or not.
+        now += actual.round_seconds(rows, choice.width)
+        drafted = True
+        trials.verified(choice, committed, known, believed=False)
     return produced / now
-
-
-def _draft_seconds(costs: CostTable, rows: int) -> float:
-    """What a round takes beyond its verification, whatever its width."""
-    widest = costs.widths()[-1]
-    return costs.round_seconds(rows, widest) - costs.verify_seconds(rows, widest)
